@@ -1,0 +1,26 @@
+"""Why a request ended, and what was wrong with it: the words of the wire. Standard library only (the engine uses them)."""
+
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended (protocol.md 3, `end.finish_reason`)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class ErrorCode(StrEnum):
+    """What an `end` with finish_reason `error` says in `error.code` (protocol.md 3)."""
+
+    INVALID_REQUEST = "invalid_request"
+    MODEL_NOT_FOUND = "model_not_found"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    OVERLOADED = "overloaded"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    INTERNAL = "internal"

@@ -1,0 +1,1 @@
+"""The engine: pure, deterministic Python. No torch, no Kafka, no asyncio, no clock but the one passed in."""

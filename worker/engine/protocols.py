@@ -1,0 +1,31 @@
+"""The engine's seams. Each has a real implementation elsewhere and a deterministic one for tests."""
+
+from typing import Protocol
+
+from worker.engine.outputs import StepOutcome, StepPlan
+
+
+class Clock(Protocol):
+    """Seconds that never go back."""
+
+    def now(self) -> float: ...
+
+
+class Runner(Protocol):
+    """Executes plans. Synchronous; the loop calls it from one dedicated thread."""
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """Runs one step. Changes the KV blocks and rows that the plan names, nothing else."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one choice into text, incrementally."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that became complete with this token: never half a character. Special tokens give no text."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end (an incomplete character becomes U+FFFD)."""
+        ...

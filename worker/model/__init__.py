@@ -1,0 +1,1 @@
+"""torch and transformers live here, and nowhere else in the worker."""

@@ -1,0 +1,1 @@
+"""Kafka lives here: intake, offsets, the writer rule, replies, control."""
