@@ -15,7 +15,11 @@ class Runner(Protocol):
     """Executes plans. Synchronous; the loop calls it from one dedicated thread."""
 
     def execute(self, plan: StepPlan) -> StepOutcome:
-        """Runs one step. Changes the KV blocks and rows that the plan names, nothing else."""
+        """Runs one step. Changes the KV blocks and rows that the plan names, nothing else.
+
+        When it raises, the loop ends the step's requests, and their rows are in the next plan's `removed`. So a runner
+        forgets `removed` before anything can fail, and a row in there that it never opened is no error.
+        """
         ...
 
 

@@ -1,0 +1,96 @@
+"""How to reach Kafka: address, TLS and SASL, as the client, the worker and the tools share it. No Kafka client here."""
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+ENV_PREFIX = "CAROUSEL_"
+
+
+class KafkaConnection(BaseModel):
+    """Validated: a field that its security protocol would ignore is an error, and so is one that it lacks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    bootstrap: str = "localhost:9092"  # host:port, several with commas
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    sasl_mechanism: SaslMechanism | None = None  # with SASL: PLAIN when none is named
+    sasl_username: str | None = None
+    sasl_password: SecretStr | None = None
+    ssl_cafile: Path | None = None  # None: the system's authorities
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_check_hostname: bool = True
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        for server in self.bootstrap.split(","):
+            host, colon, port = server.strip().rpartition(":")
+            if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(f"bootstrap must be host:port, or several with commas; {server.strip()!r} is neither")
+        has_sasl = any(value is not None for value in (self.sasl_mechanism, self.sasl_username, self.sasl_password))
+        if self._uses_sasl and (self.sasl_username is None or self.sasl_password is None):
+            raise ValueError(f"{self.security_protocol} needs sasl_username and sasl_password")
+        if has_sasl and not self._uses_sasl:
+            raise ValueError("set security_protocol to SASL_SSL or SASL_PLAINTEXT to use the sasl_* settings")
+        if not self._uses_tls and any((self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile)):
+            raise ValueError("set security_protocol to SSL or SASL_SSL to use the ssl_* settings")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile")
+        return self
+
+    @property
+    def _uses_sasl(self) -> bool:
+        return self.security_protocol.startswith("SASL_")
+
+    @property
+    def _uses_tls(self) -> bool:
+        return self.security_protocol.endswith("SSL")
+
+    def client_options(self) -> dict[str, Any]:
+        """Keyword arguments for aiokafka's constructors. Reads the TLS files; a bad one: ValueError that names it."""
+        options: dict[str, Any] = {
+            "bootstrap_servers": [server.strip() for server in self.bootstrap.split(",")],
+            "security_protocol": self.security_protocol,
+        }
+        if self._uses_sasl and self.sasl_password is not None:
+            options["sasl_mechanism"] = self.sasl_mechanism or "PLAIN"
+            options["sasl_plain_username"] = self.sasl_username
+            options["sasl_plain_password"] = self.sasl_password.get_secret_value()
+        if self._uses_tls:
+            options["ssl_context"] = self._ssl_context()
+        return options
+
+    def _ssl_context(self) -> ssl.SSLContext:
+        try:
+            context = ssl.create_default_context(cafile=self.ssl_cafile)
+        except OSError as error:  # ssl.SSLError is one
+            raise ValueError(f"ssl_cafile {self.ssl_cafile} cannot be used: {error}") from error
+        context.check_hostname = self.ssl_check_hostname
+        if self.ssl_certfile is not None:
+            try:
+                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+            except OSError as error:
+                raise ValueError(f"ssl_certfile {self.ssl_certfile} or its key cannot be used: {error}") from error
+        return context
+
+
+class KafkaSettings(KafkaConnection, BaseSettings):
+    """The connection of this process: CAROUSEL_BOOTSTRAP, CAROUSEL_SECURITY_PROTOCOL, ..., a variable per field."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="ignore", hide_input_in_errors=True, env_prefix=ENV_PREFIX, env_ignore_empty=True
+    )
+
+
+def connection_from_env(environ: Mapping[str, str]) -> KafkaConnection:
+    """The same from a given environment; an empty variable counts as unset. Raises pydantic's ValidationError."""
+    named = {name: environ.get(ENV_PREFIX + name.upper()) for name in KafkaConnection.model_fields}
+    return KafkaConnection.model_validate({name: value for name, value in named.items() if value})

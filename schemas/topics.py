@@ -1,0 +1,81 @@
+"""Topic names, tiers and the reply topics' configuration (protocol.md 1). Standard library only."""
+
+import re
+from dataclasses import dataclass
+
+LANES = ("interactive", "standard", "batch")
+DEFAULT_LANE_PREFIX = "prompts."
+DEFAULT_REPLY_PREFIX = "replies."
+DEFAULT_REPLY_TOPIC = "replies.default"
+USAGE_TOPIC = "usage"
+
+CANCEL_TTL_MS = 600_000  # how long a cancel that arrives before its request is kept
+
+MIN_PRIORITY, MAX_PRIORITY = 0, 9  # larger is more urgent
+
+# A stock topic preallocates 10 MiB of index per partition and map; a reply log holds a few hundred records.
+REPLY_TOPIC_CONFIG: dict[str, str] = {
+    "retention.ms": "3600000",
+    "index.interval.bytes": "16777216",
+    "segment.index.bytes": "4096",
+}
+
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+_RESERVED_LANES = ("control", "dlq")
+
+
+def is_valid_topic(name: str) -> bool:
+    """Kafka's own rule for topic names."""
+    return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
+
+
+def lane_topic(lane: str, prefix: str = DEFAULT_LANE_PREFIX) -> str:
+    return f"{prefix}{lane}"
+
+
+def control_topic(prefix: str = DEFAULT_LANE_PREFIX) -> str:
+    return f"{prefix}control"
+
+
+def dlq_topic(prefix: str = DEFAULT_LANE_PREFIX) -> str:
+    return f"{prefix}dlq"
+
+
+def reply_topic(correlation_id: str, prefix: str = DEFAULT_REPLY_PREFIX) -> str:
+    """The per-request reply topic of a correlation id."""
+    return f"{prefix}{correlation_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A class of service: one lane, and what a request gets that says nothing else.
+
+    A header can lower a request's priority inside its lane, never lift it above `priority_cap`: topic ACLs are the
+    trust boundary. Raises ValueError for a tier that cannot work.
+    """
+
+    name: str
+    default_priority: int
+    priority_cap: int
+    flush_ms: float = 0.0  # how long tokens may be collected into one record; 0: every step
+    default_max_tokens: int = 256
+    default_deadline_ms: int | None = None  # after the record's timestamp; None: no deadline
+
+    def __post_init__(self) -> None:
+        if not is_valid_topic(self.name) or self.name in _RESERVED_LANES:
+            raise ValueError(f"{self.name!r} cannot name a tier: it ends a topic's name; {_RESERVED_LANES} are taken")
+        if not MIN_PRIORITY <= self.default_priority <= self.priority_cap <= MAX_PRIORITY:
+            raise ValueError(f"tier {self.name!r} needs 0 <= default_priority <= priority_cap <= 9")
+        if self.flush_ms < 0 or self.default_max_tokens < 1:
+            raise ValueError(f"tier {self.name!r} needs flush_ms >= 0 and default_max_tokens >= 1")
+
+    def priority(self, header: int | None) -> int:
+        """The effective priority of a request whose `priority` header is `header` (None: it has none)."""
+        return self.default_priority if header is None else min(header, self.priority_cap)
+
+
+DEFAULT_TIERS: dict[str, Tier] = {
+    "interactive": Tier("interactive", default_priority=7, priority_cap=9),
+    "standard": Tier("standard", default_priority=4, priority_cap=6),
+    "batch": Tier("batch", default_priority=1, priority_cap=3, flush_ms=100.0),
+}

@@ -1,0 +1,56 @@
+"""What can go wrong for a caller. One base; `retriable` says whether the same call may succeed later."""
+
+
+class ServiceError(Exception):
+    """Base of everything that `service` raises, apart from RequestError (schemas.errors): a request that is wrong."""
+
+    retriable = False
+
+
+class BrokerUnavailable(ServiceError):  # noqa: N818 - a state of the world
+    """Kafka cannot be reached, or refuses the connection. The message names the address and the client's reason."""
+
+    retriable = True
+
+
+class BrokerFailed(ServiceError):  # noqa: N818
+    """The embedded broker is not installed, cannot have its address, or did not start."""
+
+
+class TopicsFailed(ServiceError):  # noqa: N818
+    """Topics were not created: not authorised, or refused by the broker. Names each topic and why."""
+
+
+class LaneMissing(ServiceError):  # noqa: N818
+    """The lane's topic does not exist, or the caller may not see it."""
+
+
+class PublishFailed(ServiceError):  # noqa: N818
+    """The request was not acknowledged. It may have reached Kafka: a cancel has been published for it."""
+
+    retriable = True
+
+
+class StreamBroken(ServiceError):  # noqa: N818
+    """The reply cannot be read any further: its log breaks the contract or is gone, or the reader has died."""
+
+
+class StreamClosed(ServiceError):  # noqa: N818
+    """The stream was left, or its client closed, before the answer had ended."""
+
+
+class RequestTimeout(ServiceError, TimeoutError):  # noqa: N818
+    """No event for `timeout` seconds, or nothing by the deadline. The request has been cancelled."""
+
+    retriable = True
+
+
+class RequestFailed(ServiceError):  # noqa: N818
+    """The service answered with an error (protocol.md 3): `code`, `message`, and when a retry makes sense."""
+
+    def __init__(self, code: str, message: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+        self.retriable = code in {"overloaded", "quota_exceeded", "internal"}

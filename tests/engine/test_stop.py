@@ -1,0 +1,139 @@
+"""Stop strings: least hold-back, earliest cut. The rows are those of issues that other engines had."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from schemas.reasons import FinishReason
+from tests.engine.builders import Engine, ScriptedRunner, make_request
+from worker.engine.fakes import ByteDetokenizer
+from worker.engine.stop import StopMatcher
+
+
+def feed_all(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], bool]:
+    """What each piece let out, until a stop string is complete."""
+    out = []
+    for piece in pieces:
+        text, matched = matcher.feed(piece)
+        out.append(text)
+        if matched:
+            return out, True
+    return out, False
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "out", "matched"),
+    [
+        ((), ["ab", "c"], ["ab", "c"], False),
+        (("END",), ["x", "E", "N", "D"], ["x", "", "", ""], True),
+        (("END",), ["xEN", "Ey"], ["x", "ENEy"], False),  # held back, then let go
+        (("END",), ["xEN", "EN", "D"], ["x", "EN", ""], True),  # the hold moves on to the later beginning
+        (("END",), ["one END two"], ["one "], True),
+        (("aab",), ["aa", "ab"], ["", "a"], True),  # overlap of a stop with itself
+        (("ab", "abc"), ["xa", "b"], ["x", ""], True),  # a stop that begins another
+        (("abc", "ab"), ["xabc"], ["x"], True),
+        (("bc", "abcd"), ["abcd"], [""], True),  # the earliest beginning cuts, not the earliest end
+        (("bc", "abcd"), ["ab", "c"], ["", "a"], True),
+        (("\n\n", "User:"), ["hi\n", "Us", "\n", "\n"], ["hi", "\n", "Us", ""], True),
+        (("é",), ["caf", "é"], ["caf", ""], True),
+    ],
+)
+def test_cases(stops: tuple[str, ...], pieces: list[str], out: list[str], matched: bool) -> None:
+    """Each piece lets out what can no longer become a stop string; a complete one ends it."""
+    assert feed_all(StopMatcher(stops), pieces) == (out, matched)
+
+
+def test_flush_gives_what_was_held_back_once() -> None:
+    """At an end without a match the beginning of a stop string is ordinary text."""
+    matcher = StopMatcher(("END",))
+    assert matcher.feed("the EN") == ("the ", False)
+    assert matcher.flush() == "EN"
+    assert matcher.flush() == ""
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    """An empty stop would match everywhere; the edge has refused it."""
+    with pytest.raises(AssertionError):
+        StopMatcher(("a", ""))
+
+
+def held_back(text: str, stops: list[str]) -> int:
+    """The definition: how long the longest suffix of text is that is a proper prefix of a stop."""
+    return max((k for stop in stops for k in range(len(stop)) if text.endswith(stop[:k])), default=0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
+)
+def test_equals_the_definition(stops: list[str], pieces: list[str]) -> None:
+    """After every piece exactly the text that the definition allows is out; the cut is the earliest match."""
+    matcher = StopMatcher(tuple(stops))
+    text = shown = ""
+    for piece in pieces:
+        text += piece
+        out, matched = matcher.feed(piece)
+        shown += out
+        starts = [text.find(stop) for stop in stops if stop in text]
+        assert matched == bool(starts)
+        if matched:
+            assert shown == text[: min(starts)]
+            return
+        assert shown == text[: len(text) - held_back(text, stops)]
+    assert shown + matcher.flush() == text
+
+
+def generate(text: str, **fields: object) -> Engine:
+    """An engine that has generated the bytes of text, one a token."""
+    script = text.encode()
+    engine = Engine(lambda config: ScriptedRunner(config, script))
+    engine.add(make_request(max_tokens=len(script), **fields))
+    engine.run()
+    return engine
+
+
+def test_row_27_partial_utf8_is_held_and_deltas_sum_to_the_text() -> None:
+    """A character comes out with its last byte, and all deltas together are the decoded text."""
+    text = "a€😀é"
+    engine = generate(text)
+    assert engine.text() == text
+    assert [event.text for event in engine.events[:4]] == ["a", "", "", "€"]
+
+
+def test_row_27_an_incomplete_character_becomes_a_replacement_only_at_the_end() -> None:
+    """A choice cut inside a character shows U+FFFD with its last token, not before."""
+    engine = Engine(lambda config: ScriptedRunner(config, "a😀".encode()))
+    engine.add(make_request(max_tokens=4))
+    engine.run()
+    assert [event.text for event in engine.events[:4]] == ["a", "", "", "�"]
+    assert engine.finish().reason is FinishReason.LENGTH
+
+
+def test_row_27_invalid_bytes_do_not_stop_the_engine() -> None:
+    """Bytes that are no UTF-8 become U+FFFD; the text goes on."""
+    detokenizer = ByteDetokenizer()
+    text = "".join(detokenizer.feed(byte) for byte in b"\xff\xc3\x28ok") + detokenizer.flush()
+    assert text == b"\xff\xc3\x28ok".decode(errors="replace")
+
+
+def test_row_28_a_stop_split_over_tokens_leaks_no_prefix() -> None:
+    """No part of a stop string is shown; its tokens are delivered; nothing is generated after it."""
+    engine = generate("ok</s>more", stop=("</s>",))
+    assert engine.text() == "ok"
+    assert bytes(engine.tokens()) == b"ok</s>"
+    assert engine.finish().reason is FinishReason.STOP
+
+
+def test_row_28_the_tail_is_not_lost_at_the_end() -> None:
+    """A beginning of a stop string that stays one is shown when the choice ends."""
+    engine = generate("ok</", stop=("</s>",))
+    assert engine.text() == "ok</"
+    assert engine.finish().reason is FinishReason.LENGTH
+    assert engine.finish().tail == ""  # the last token carried it
+
+
+def test_row_29_only_the_ambiguous_suffix_is_held() -> None:
+    """A long stop string delays nothing that cannot be its beginning."""
+    engine = generate("plain text", stop=("<a very long stop string>",))
+    assert [event.text for event in engine.events[:10]] == list("plain text")

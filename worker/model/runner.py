@@ -1,0 +1,87 @@
+"""Executes plans with torch: one forward per step for the whole mixed batch."""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import Workspace
+from worker.engine.outputs import StepOutcome, StepPlan
+from worker.model.attention import PagedContext
+from worker.model.errors import RunnerError
+from worker.model.input_batch import InputBatch, StepInputs
+from worker.model.kv_cache import KVCache
+from worker.model.loader import LoadedModel
+from worker.model.sampler import sample
+
+
+class TorchRunner:
+    """Implements `worker.engine.protocols.Runner`. Owns the KV cache and the rows; use it from one thread."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_threads: int | None = None,
+    ):
+        """`num_threads`: of torch, for the whole process; None leaves them as they are."""
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self._model = model.model
+        self._max_num_batched_tokens = max_num_batched_tokens
+        heads = model.num_kv_heads, model.head_dim
+        self._cache = KVCache(num_blocks, model.num_layers, block_size, *heads, model.dtype)
+        self._workspace = Workspace(model.max_model_len, block_size, *heads, model.dtype)
+        self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size)
+        self._selects_logits = "logits_to_keep" in inspect.signature(model.model.forward).parameters
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        """Runs one step; changes the KV blocks and rows that the plan names, nothing else.
+
+        Raises RunnerError if sequences get logits that are not finite: their step was lost, that of the others counts
+        (see its `outcome`). After any other exception the same plan may be executed again.
+        """
+        assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
+        self._input_batch.update(plan)
+        if not plan.scheduled:
+            return StepOutcome(plan.step)
+        inputs = self._input_batch.prepare(plan)
+        with torch.inference_mode():
+            sampled = sample(self._forward(inputs), inputs.sampling)
+        pairs = list(zip(inputs.sampling_seq_ids, sampled, strict=True))
+        outcome = StepOutcome(plan.step, {seq_id: token for seq_id, token in pairs if token is not None})
+        for seq_id, token in outcome.tokens.items():
+            self._input_batch.append(seq_id, token.token_id)
+        if lost := tuple(seq_id for seq_id, token in pairs if token is None):
+            names = ", ".join(map(str, lost))
+            raise RunnerError(f"the model gave logits that are not finite for sequence {names}", lost, outcome)
+        return outcome
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """float32 logits [num_sampling, vocab_size], of the tokens that are drawn from."""
+        sampling_tokens = torch.from_numpy(inputs.sampling_tokens)
+        # Only what is drawn from goes through the output head: a fifth of the weights of a small model.
+        selection = {"logits_to_keep": sampling_tokens} if self._selects_logits else {}
+        logits = self._model(
+            input_ids=torch.from_numpy(inputs.token_ids)[None],
+            position_ids=torch.from_numpy(inputs.positions)[None],
+            use_cache=False,
+            attention_context=PagedContext(
+                self._cache,
+                self._workspace,
+                inputs.attention,
+                torch.from_numpy(inputs.block_ids),
+                torch.from_numpy(inputs.offsets),
+            ),
+            **selection,
+        ).logits[0]
+        if not self._selects_logits:
+            logits = logits[sampling_tokens]
+        return logits.float()

@@ -1,0 +1,139 @@
+"""From logits to tokens, for all sequences of a step at once.
+
+One uniform number per token, a pure function of (seed, choice, position), is looked up in the inverse cumulative
+distribution over the token ids that the filters keep. Nothing depends on what else is in the batch, so preemption,
+resumption and the company a sequence keeps do not change its tokens.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.engine.outputs import SampledToken
+
+# Below this a temperature is as good as 0, but still divides.
+_MIN_TEMPERATURE = 1e-6
+# How many of the most likely tokens are looked at for top_p before a row's whole vocabulary is sorted.
+_TOP_P_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each of a step's rows is drawn; arrays [num_rows]. SamplingParams says what the values mean."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float32]
+    uniform: NDArray[np.float64]  # in [0, 1)
+    num_logprobs: NDArray[np.int64]  # -1: none asked for
+
+
+def uniforms(
+    seed: NDArray[np.uint64], choice: NDArray[np.uint64], position: NDArray[np.uint64]
+) -> NDArray[np.float64]:
+    """The noise of each token, in [0, 1) with 53 bits. `position` counts the tokens of the choice before this one.
+
+    SplitMix64's output number `position` of a stream whose start is a hash of seed and choice (Steele, Lea, Flood:
+    Fast Splittable Pseudorandom Number Generators, 2014; constants as in Vigna's splitmix64.c).
+    """
+    gamma, one = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
+    stream = _mix(_mix(seed + gamma) + (choice + one) * gamma)
+    bits = _mix(stream + (position + one) * gamma)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser; arithmetic modulo 2^64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> list[SampledToken | None]:
+    """Draws one token per row of `logits`, float32 [num_rows, vocab_size]; None where a row is not a distribution.
+
+    That is a row with NaN or +inf, or of -inf only. Temperature 0 takes the largest logit, the lowest id among equals.
+    Otherwise temperature, then top_k, then top_p of what top_k left, then min_p, as transformers orders them; tokens as
+    likely as the last one that a filter keeps are kept with it.
+    """
+    peak, token_ids = logits.max(dim=-1)
+    sound = torch.isfinite(peak)
+    drawn = np.flatnonzero(sound.numpy() & (batch.temperature > 0))
+    if len(drawn):
+        token_ids[drawn] = _draw(logits[drawn], peak[drawn], batch, drawn)
+    tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
+    reported = np.flatnonzero(sound.numpy() & (batch.num_logprobs >= 0))
+    if len(reported):
+        described = _describe(logits[reported], token_ids[reported], batch.num_logprobs[reported])
+        for row, token in zip(reported.tolist(), described, strict=True):
+            tokens[row] = token
+    return [token if ok else None for token, ok in zip(tokens, sound.tolist(), strict=True)]
+
+
+def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+    """One token id per row: inverse of the cumulative distribution, over ids in their own order."""
+    temperature = torch.from_numpy(batch.temperature[rows]).clamp(min=_MIN_TEMPERATURE)
+    weights = ((logits - peak[:, None]) / temperature[:, None]).exp_()  # the largest is 1
+    least = _least_weight(weights, batch, rows)
+    weights.masked_fill_(weights < least[:, None], 0.0)
+    cumulative = weights.double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # Rounding must not reach the total: no id lies beyond it.
+    target = torch.minimum(torch.from_numpy(batch.uniform[rows])[:, None] * total, total.nextafter(-total))
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def _least_weight(weights: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+    """[num_rows]: the weight below which a row's filters drop a token. `weights` have a maximum of 1 in each row."""
+    least = torch.from_numpy(batch.min_p[rows].copy())
+    vocab_size = weights.shape[-1]
+    top_k = np.where(batch.top_k[rows] < 1, vocab_size, np.minimum(batch.top_k[rows], vocab_size))
+    top_p = batch.top_p[rows]
+    filtered = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+    if not len(filtered):
+        return least
+    top_k, top_p = top_k[filtered], top_p[filtered]
+    limited = top_k[top_k < vocab_size]
+    num_candidates = min(vocab_size, max(_TOP_P_CANDIDATES, int(limited.max(initial=0))))
+    least_kept, enough = _least_kept(weights[filtered], top_k, top_p, num_candidates)
+    if not enough.all():
+        rest = np.flatnonzero(~enough.numpy())
+        least_kept[rest], _ = _least_kept(weights[filtered[rest]], top_k[rest], top_p[rest], vocab_size)
+    least[filtered] = torch.maximum(least[filtered], least_kept)
+    return least
+
+
+def _least_kept(
+    weights: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], num_candidates: int
+) -> tuple[Tensor, Tensor]:
+    """The smallest weight that top_k and top_p keep, and whether `num_candidates` were enough to know; both [rows]."""
+    candidates = weights.topk(num_candidates, dim=-1).values
+    k = torch.from_numpy(top_k)[:, None]
+    cumulative = candidates.double().cumsum(dim=-1)
+    unlimited = k > num_candidates
+    total = torch.where(
+        unlimited, weights.sum(dim=-1, keepdim=True, dtype=torch.float64), cumulative.gather(1, k.clamp(max=num_candidates) - 1)
+    )
+    wanted = torch.from_numpy(top_p)[:, None] * total
+    # The first candidate with which the sum reaches what top_p wants is the last one kept.
+    last = torch.minimum((cumulative < wanted).sum(dim=-1, keepdim=True), k - 1)
+    enough = last < num_candidates
+    return candidates.gather(1, last.clamp(max=num_candidates - 1)).squeeze(1), enough.squeeze(1)
+
+
+def _describe(logits: Tensor, token_ids: Tensor, num_logprobs: NDArray[np.int64]) -> list[SampledToken]:
+    """The drawn tokens with log probabilities of the model's own distribution, alternatives most likely first."""
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1).tolist()
+    top = logprobs.topk(min(int(num_logprobs.max()), logits.shape[-1]), dim=-1)
+    alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        SampledToken(token_id, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token_id, logprob, count, (ids, values) in zip(
+            token_ids.tolist(), chosen, num_logprobs.tolist(), alternatives, strict=True
+        )
+    ]

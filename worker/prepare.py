@@ -1,0 +1,108 @@
+"""From a request as it was published to one that the engine can run: everything that needs the model's facts."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from schemas.errors import RequestError
+from schemas.reasons import ErrorCode
+from schemas.request import PromptRequest
+from schemas.topics import Tier
+from worker.engine.outputs import SamplingParams
+from worker.engine.protocols import Detokenizer
+
+# Fields of the contract that this worker does not implement yet, and the values that mean "do nothing".
+_NOT_YET: dict[str, object] = {
+    "min_tokens": 0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+}
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation by the model's chat template. Raises ValueError when there is none."""
+        ...
+
+    def new_detokenizer(self) -> Detokenizer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What must be known of the model to accept a request."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int  # prompt and answer together
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt in tokens, and how many may follow."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def check_fields(request: PromptRequest, model: ModelFacts) -> None:
+    """Refuses what cannot be served whatever the prompt. Raises RequestError."""
+    for name, neutral in _NOT_YET.items():
+        if getattr(request, name) != neutral:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{name!r} is not implemented by this worker yet: leave it out")
+    if request.model is not None and request.model != model.name:
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; this lane's model is {model.name!r}"
+        )
+    _check_vocabulary("stop_token_ids", request.stop_token_ids, model)
+
+
+def tokenise(request: PromptRequest, tier: Tier, model: ModelFacts) -> Prompt:
+    """The prompt's tokens. CPU-bound for long texts. Raises RequestError."""
+    token_ids = _token_ids(request, model)
+    room = model.max_model_len - len(token_ids)
+    if not token_ids:
+        raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt is empty, and this model has no BOS token to start from")
+    if room < 1:
+        raise RequestError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"the prompt has {len(token_ids)} tokens; this model's context is {model.max_model_len}, "
+            f"so a prompt may have at most {model.max_model_len - 1}",
+        )
+    return Prompt(token_ids, min(request.max_tokens or tier.default_max_tokens, room))
+
+
+def _token_ids(request: PromptRequest, model: ModelFacts) -> tuple[int, ...]:
+    if request.token_ids is not None:
+        if len(request.token_ids) < model.max_model_len:  # longer ones are refused for their length
+            _check_vocabulary("token_ids", request.token_ids, model)
+        return tuple(request.token_ids)
+    if request.messages is not None:
+        try:
+            return tuple(model.tokenizer.render([{"role": m.role, "content": m.content} for m in request.messages]))
+        except ValueError as e:
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"messages: {e}") from e
+    return tuple(model.tokenizer.encode(request.prompt or ""))
+
+
+def _check_vocabulary(field: str, token_ids: tuple[int, ...], model: ModelFacts) -> None:
+    bad = next((t for t in token_ids if not 0 <= t < model.vocab_size), None)
+    if bad is not None:
+        raise RequestError(
+            ErrorCode.INVALID_REQUEST, f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
+        )
+
+
+def sampling_params(request: PromptRequest, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=seed,
+        logprobs=request.logprobs,
+    )

@@ -1,0 +1,504 @@
+"""Serves request records: from a delivery to its accepted `end`, by the writer rule (protocol.md 5).
+
+One task per record. It decodes and tokenises, begins an attempt, hands the request to the engine (which need not
+wait for the acknowledgement of `begin`), writes what the engine gives, one record at a time, and marks the input done
+when an `end` is accepted. What is decided about the log is decided by `transport.attempt`.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+
+from schemas.codec import ContentType, decode_map
+from schemas.dead_letters import dead_letter_headers
+from schemas.errors import DecodeError, RequestError, Unanswerable
+from schemas.headers import ReplyAddress, RequestHeaders, read_reply_address, read_request_headers
+from schemas.reasons import ErrorCode, FinishReason
+from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage, UsageRecord, encode_usage
+from schemas.reply_log import ReplyLog
+from schemas.request import PromptRequest, parse_request
+from schemas.topics import CANCEL_TTL_MS, Tier
+from worker.cancels import Cancels
+from worker.engine.request import Request
+from worker.loop import EngineLoop, EventStream
+from worker.prepare import ModelFacts, Prompt, check_fields, sampling_params, tokenise
+from worker.reply_progress import ReplyProgress
+from worker.telemetry import RequestSpan
+from worker.transport.attempt import Attempt, Verdict
+from worker.transport.protocols import Delivery, ReplySink, ReplyTopicGone, RequestSource
+
+LONG_VALUE_BYTES = 8192  # longer prompts are tokenised off the event loop
+AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
+TWIN_POLL_S = 0.5
+PUBLISH_RETRY_S = 1.0
+SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
+
+log = structlog.get_logger(__name__)
+
+
+class Outcome(Enum):
+    """How the service of one record ended."""
+
+    ANSWERED = "answered"  # an attempt at this record has its `end` accepted
+    DUPLICATE = "duplicate"  # another record of the same request was answered
+    UNDELIVERABLE = "reply_undeliverable"  # the reply topic does not exist
+    DEAD_LETTER = "dead_letter"  # nobody can be answered: it is on the DLQ
+    LOST = "lost"  # the partition went elsewhere; its new owner goes on
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    worker: str  # name of this worker in `begin`
+    tiers: dict[str, Tier]
+    reply_prefixes: tuple[str, ...]
+    forbidden_topics: frozenset[str]
+    default_reply_topic: str | None
+    dlq_topic: str
+    usage_topic: str
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One record in service."""
+
+    delivery: Delivery
+    address: ReplyAddress
+    tier: Tier
+    span: RequestSpan
+    arrival: float  # on the engine's clock, when the record was published
+    headers: RequestHeaders = RequestHeaders(priority=None, deadline_ms=None, content_type=ContentType.MSGPACK)
+    request: PromptRequest | None = None
+    prompt: Prompt | None = None
+    seed: int = 0
+    refusal: RequestError | None = None
+    must_begin: bool = False  # an `end` without an attempt did not count: end inside one
+    num_attempts: int = 0
+    engine_id: str = ""  # of the engine request that runs for it, "" for none
+    end: End | None = None  # the accepted one
+    ended_by: InputRef | None = None  # the input record whose attempt wrote it, None when no attempt did
+
+    @property
+    def stream(self) -> bool:
+        return self.request is None or self.request.stream
+
+    @property
+    def single_end(self) -> bool:
+        """Nothing but one `end` with attempt -1 is written: a request-reply client takes the first record (5.6)."""
+        return not self.address.per_request and not self.stream
+
+
+class RequestServer:
+    """Runs one task per delivery. `tasks` is the caller's group: an exception in it is a bug and ends the worker."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: ModelFacts,
+        engine: EngineLoop,
+        sink: ReplySink,
+        sources: dict[str, RequestSource],
+        tasks: asyncio.TaskGroup,
+        wall_ms: Callable[[], float] = lambda: time.time() * 1000,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._engine = engine
+        self._sink = sink
+        self._sources = sources
+        self._tasks = tasks
+        self._wall_ms = wall_ms
+        self._calls: dict[_Call, asyncio.Task[None]] = {}
+        self._by_correlation_id: dict[bytes, list[_Call]] = {}
+        self._cancels = Cancels(CANCEL_TTL_MS / 1000)
+        self._num_engine_requests = 0
+        self._seeds = random.SystemRandom()
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    # What comes in
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Starts to serve a record."""
+        try:
+            address = read_reply_address(
+                delivery.headers,
+                delivery.source,
+                reply_prefixes=self._config.reply_prefixes,
+                forbidden=self._config.forbidden_topics,
+                default_reply_topic=self._config.default_reply_topic,
+            )
+        except Unanswerable as e:
+            self._tasks.create_task(self._bury_unanswerable(delivery, e), name=f"bury {delivery.source}")
+            return
+        age = max(0.0, self._wall_ms() - delivery.source.timestamp_ms) / 1000
+        call = _Call(
+            delivery=delivery,
+            address=address,
+            tier=self._config.tiers[delivery.lane],
+            span=RequestSpan(delivery.source.topic, delivery.headers),
+            arrival=self._engine.clock.now() - age,
+        )
+        self._by_correlation_id.setdefault(address.correlation_id, []).append(call)
+        self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
+
+    def cancel(self, cancel: Cancel) -> None:
+        """Ends the request wherever it is; one that has not arrived yet ends when it does."""
+        self._cancels.add(cancel.correlation_id, self._engine.clock.now())
+        for call in self._by_correlation_id.get(cancel.correlation_id, ()):
+            if call.engine_id:
+                self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
+
+    async def drain(self, timeout: float) -> int:
+        """Waits until everything is answered, at most `timeout` seconds; drops the rest without an `end`, so that
+        the next owner resumes it. Returns how many were dropped."""
+        if self._calls:
+            await asyncio.wait(list(self._calls.values()), timeout=timeout)
+        left = [task for task in self._calls.values() if not task.done()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        return len(left)
+
+    # One record's service
+
+    async def _serve(self, call: _Call) -> None:
+        try:
+            outcome = await self._outcome(call)
+            if outcome is not Outcome.LOST:
+                self._sources[call.delivery.lane].done(call.delivery)
+            self._log(call, outcome)
+        finally:
+            self._drop_engine_request(call)
+            self._sink.forget(call.address)
+            call.span.finish()
+            del self._calls[call]
+            twins = self._by_correlation_id[call.address.correlation_id]
+            twins.remove(call)
+            if not twins:
+                del self._by_correlation_id[call.address.correlation_id]
+
+    async def _outcome(self, call: _Call) -> Outcome:
+        await self._prepare(call)
+        if isinstance(call.refusal, DecodeError):
+            await self._bury(call.delivery, call.refusal.code, str(call.refusal))
+        try:
+            outcome = await self._answer(call)
+        except ReplyTopicGone:
+            outcome = Outcome.UNDELIVERABLE
+        except Exception as e:
+            # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
+            log.exception("request.failed", input=call.delivery.source.to_fields())
+            await self._bury(call.delivery, "internal", repr(e))
+            return Outcome.DEAD_LETTER
+        if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
+            if not isinstance(call.refusal, DecodeError):
+                await self._bury(call.delivery, "no_reply_topic", "no reply_to, and there is no default reply topic")
+            return Outcome.DEAD_LETTER
+        if outcome is Outcome.ANSWERED:
+            await self._publish_usage(call)
+        return outcome
+
+    async def _prepare(self, call: _Call) -> None:
+        """Decodes, checks and tokenises. What is wrong with the request becomes `call.refusal`."""
+        try:
+            call.headers = read_request_headers(call.delivery.headers)
+            value = call.delivery.value
+            request = parse_request(decode_map(value, call.headers.content_type))
+            call.request = request
+            check_fields(request, self._model)
+            if value is not None and len(value) > LONG_VALUE_BYTES:
+                call.prompt = await asyncio.to_thread(tokenise, request, call.tier, self._model)
+            else:
+                call.prompt = tokenise(request, call.tier, self._model)
+            call.seed = self._seeds.getrandbits(SEED_BITS) if request.seed is None else request.seed
+        except RequestError as e:
+            call.refusal = e
+
+    async def _answer(self, call: _Call) -> Outcome:
+        """Attempts until an `end` is accepted, the caller is gone, or the record is no longer ours."""
+        while True:
+            located = await self._sink.locate(call.address)
+            if located is None:
+                return Outcome.UNDELIVERABLE
+            call.address = located
+            if self._older_twin(call):
+                verdict = Verdict.WAIT
+            else:
+                call.num_attempts += 1
+                verdict = await self._attempt(call)
+            if verdict is Verdict.DONE:
+                ours = call.ended_by is None or call.ended_by == call.delivery.source
+                return Outcome.ANSWERED if ours else Outcome.DUPLICATE
+            if verdict is Verdict.WAIT:
+                await self._wait_for_twin(call)
+                return Outcome.DUPLICATE
+            if not self._sources[call.delivery.lane].owns(call.delivery):
+                return Outcome.LOST
+            await asyncio.sleep(AGAIN_S)
+
+    def _older_twin(self, call: _Call) -> bool:
+        """Whether an older record of the same request is in service here: then ours would only fence it (5.5)."""
+        return any(
+            (other.address.topic, other.address.partition) == (call.address.topic, call.address.partition)
+            and other.delivery.source.age_key < call.delivery.source.age_key
+            for other in self._by_correlation_id[call.address.correlation_id]
+        )
+
+    async def _wait_for_twin(self, call: _Call) -> None:
+        """Returns when the log has an accepted `end`. Raises ReplyTopicGone."""
+        while not (await self._sink.read(call.address, 0, None)).ended:
+            await asyncio.sleep(TWIN_POLL_S)
+
+    # One attempt
+
+    async def _attempt(self, call: _Call) -> Verdict:
+        attempt = Attempt(call.delivery.source, call.address.per_request)
+        if call.refusal is not None and not call.must_begin and self._may_end_without_attempt(call):
+            call.must_begin = True
+            return await self._end_without_attempt(call, attempt, self._refusal(call, -1, ReplyProgress(1, False)))
+        if call.single_end:
+            progress = ReplyProgress(_request(call).n, _request(call).logprobs is not None)
+            stream = self._start(call, None)
+            while not progress.finished:
+                for event in await stream.take():
+                    progress.add(event)
+            return await self._end_without_attempt(call, attempt, self._end(call, -1, stream, progress))
+        stream = self._start(call, None) if call.refusal is None else None
+        attempt.begins()
+        verdict = attempt.acknowledged(await self._sink.send(call.address, self._begin(call), call.span.traceparent))
+        resumed = None
+        if verdict is Verdict.READ:
+            resumed = await self._sink.read(call.address, 0, attempt.read_until)
+            verdict = self._note_end(call, attempt.read(resumed), resumed)
+        if verdict is not Verdict.GO_ON:
+            return verdict
+        if stream is not None and resumed is not None:
+            stream = self._resume(call, stream, resumed)
+        return await self._write(call, attempt, stream, resumed)
+
+    def _may_end_without_attempt(self, call: _Call) -> bool:
+        """On a shared log nobody tells whether an attempt has begun; only what no worker could decode never has."""
+        return call.address.per_request or call.request is None or call.single_end
+
+    async def _end_without_attempt(self, call: _Call, attempt: Attempt, end: End) -> Verdict:
+        attempt.refuses()
+        verdict = attempt.acknowledged(await self._sink.send(call.address, end, call.span.traceparent))
+        if verdict is Verdict.DONE:
+            call.end = end
+        if verdict is Verdict.READ:
+            seen = await self._sink.read(call.address, 0, attempt.read_until)
+            verdict = self._note_end(call, attempt.read(seen), seen)
+        return verdict
+
+    async def _write(
+        self, call: _Call, attempt: Attempt, stream: EventStream | None, resumed: ReplyLog | None
+    ) -> Verdict:
+        """Publishes what the engine gives, one record at a time, and the `end`."""
+        assert attempt.number is not None
+        request = call.request
+        progress = ReplyProgress(
+            request.n if request else 1, request is not None and request.logprobs is not None, resumed
+        )
+        loop, not_before = asyncio.get_running_loop(), None
+        while stream is not None and not progress.finished:
+            for event in await stream.take(not_before):
+                progress.add(event)
+            if not call.stream:
+                continue
+            while record := progress.take_record(attempt.number):
+                not_before = loop.time() + call.tier.flush_ms / 1000
+                verdict = attempt.acknowledged(await self._sink.send(call.address, record))
+                if verdict is Verdict.READ:
+                    verdict = await self._read_gap(call, attempt)
+                if verdict is not Verdict.GO_ON:
+                    return verdict
+        if stream is None:
+            end = self._refusal(call, attempt.number, progress)
+        else:
+            end = self._end(call, attempt.number, stream, progress)
+        attempt.ends()
+        verdict = attempt.acknowledged(await self._sink.send(call.address, end, call.span.traceparent))
+        if verdict is Verdict.READ:
+            return await self._read_gap(call, attempt)
+        if verdict is Verdict.DONE:
+            call.end, call.ended_by = end, call.delivery.source
+        return verdict
+
+    async def _read_gap(self, call: _Call, attempt: Attempt) -> Verdict:
+        assert attempt.number is not None
+        start = 0 if call.address.per_request else attempt.number
+        seen = await self._sink.read(call.address, start, attempt.read_until)
+        return self._note_end(call, attempt.read(seen), seen)
+
+    def _note_end(self, call: _Call, verdict: Verdict, seen: ReplyLog) -> Verdict:
+        if verdict is Verdict.DONE:
+            call.end, call.ended_by = seen.end, seen.begin.input if seen.begin else None
+        return verdict
+
+    # The engine's side
+
+    def _start(self, call: _Call, resumed: ReplyLog | None) -> EventStream:
+        request, prompt = _request(call), call.prompt
+        assert prompt is not None
+        self._drop_engine_request(call)
+        self._num_engine_requests += 1
+        call.engine_id = f"{call.address.correlation_id.decode(errors='replace')}#{self._num_engine_requests}"
+        accepted = resumed.token_ids if resumed is not None else {}
+        stream = self._engine.add(
+            Request(
+                request_id=call.engine_id,
+                prompt_token_ids=prompt.token_ids,
+                sampling=sampling_params(request, call.seed),
+                max_tokens=prompt.max_tokens,
+                eos_token_ids=self._model.eos_token_ids,
+                stop_token_ids=request.stop_token_ids,
+                stop=request.stop,
+                ignore_eos=request.ignore_eos,
+                n=request.n,
+                lane=call.delivery.lane,
+                tenant=call.headers.tenant,
+                priority=call.tier.priority(call.headers.priority),
+                arrival=call.arrival,
+                deadline=self._deadline(call),
+                new_detokenizer=self._model.tokenizer.new_detokenizer,
+                accepted=tuple(tuple(accepted.get(i, ())) for i in range(request.n)) if accepted else (),
+            )
+        )
+        if self._cancels.covers(call.address.correlation_id, self._engine.clock.now()):
+            self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
+        return stream
+
+    def _resume(self, call: _Call, stream: EventStream, resumed: ReplyLog) -> EventStream:
+        """Goes on where earlier attempts stopped, with the seed of the first (rule 2)."""
+        seed = resumed.first_begin.seed if resumed.first_begin is not None else call.seed
+        if seed == call.seed and not any(resumed.token_ids.values()):
+            return stream
+        call.seed = seed
+        return self._start(call, resumed)
+
+    def _deadline(self, call: _Call) -> float | None:
+        deadline_ms = call.headers.deadline_ms
+        if deadline_ms is None and call.tier.default_deadline_ms is not None:
+            deadline_ms = call.delivery.source.timestamp_ms + call.tier.default_deadline_ms
+        return None if deadline_ms is None else self._engine.clock.now() + (deadline_ms - self._wall_ms()) / 1000
+
+    def _drop_engine_request(self, call: _Call) -> None:
+        if call.engine_id:
+            self._engine.abort(call.engine_id)
+            call.engine_id = ""
+
+    # Records
+
+    def _begin(self, call: _Call) -> Begin:
+        return Begin(
+            restart=not call.address.per_request,
+            worker=self._config.worker,
+            model=self._model.name,
+            prompt_tokens=len(call.prompt.token_ids) if call.prompt else 0,
+            seed=call.seed,
+            queued_ms=_ms(self._engine.clock.now() - call.arrival),
+            input=call.delivery.source,
+        )
+
+    def _end(self, call: _Call, attempt: int, stream: EventStream, progress: ReplyProgress) -> End:
+        now = self._engine.clock.now()
+        started = stream.admitted_at if stream.admitted_at is not None else now
+        timing = Timing(
+            queued_ms=_ms(started - call.arrival),
+            ttft_ms=_ms(stream.first_token_at - call.arrival) if stream.first_token_at is not None else None,
+            total_ms=_ms(now - call.arrival),
+        )
+        assert call.prompt is not None
+        return progress.end(attempt, len(call.prompt.token_ids), timing, whole=not call.stream)
+
+    def _refusal(self, call: _Call, attempt: int, progress: ReplyProgress) -> End:
+        assert call.refusal is not None
+        waited = _ms(self._engine.clock.now() - call.arrival)
+        return End(
+            attempt=attempt,
+            finish_reason=FinishReason.ERROR,
+            error=ErrorInfo(call.refusal.code, str(call.refusal), call.refusal.retry_after_ms),
+            usage=Usage(len(call.prompt.token_ids) if call.prompt else 0, progress.num_completion_tokens),
+            timing=Timing(waited, None, waited),
+        )
+
+    # Other topics
+
+    async def _bury_unanswerable(self, delivery: Delivery, why: Unanswerable) -> None:
+        if await self._bury(delivery, why.reason, str(why)):
+            self._sources[delivery.lane].done(delivery)
+
+    async def _bury(self, delivery: Delivery, reason: str, message: str) -> bool:
+        """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""
+        log.warning("request.dead_letter", input=delivery.source.to_fields(), reason=reason, message=message)
+        headers = dead_letter_headers(delivery.headers, delivery.source, reason, message)
+        return await self._publish(delivery, self._config.dlq_topic, delivery.key, delivery.value, headers)
+
+    async def _publish_usage(self, call: _Call) -> None:
+        end = call.end
+        assert end is not None
+        usage, timing = end.usage or Usage(0, 0), end.timing or Timing(0.0, None, 0.0)
+        record = UsageRecord(
+            tenant=call.headers.tenant,
+            lane=call.delivery.lane,
+            model=self._model.name,
+            correlation_id=call.address.correlation_id,
+            input=call.delivery.source,
+            finish_reason=end.finish_reason,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            queued_ms=timing.queued_ms,
+            total_ms=timing.total_ms,
+            at_ms=round(self._wall_ms()),
+        )
+        headers = [("content-type", ContentType.MSGPACK.encode())]
+        key = call.headers.tenant.encode()
+        await self._publish(call.delivery, self._config.usage_topic, key, encode_usage(record), headers)
+
+    async def _publish(
+        self, delivery: Delivery, topic: str, key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]
+    ) -> bool:
+        while not await self._sink.publish(topic, key, value, headers):
+            if not self._sources[delivery.lane].owns(delivery):
+                return False
+            await asyncio.sleep(PUBLISH_RETRY_S)
+        return True
+
+    def _log(self, call: _Call, outcome: Outcome) -> None:
+        """The canonical line of a finished request."""
+        end = call.end
+        call.span.record_end(outcome.value, end)
+        log.info(
+            "request.finished",
+            outcome=outcome.value,
+            correlation_id=call.address.correlation_id.decode(errors="replace"),
+            tenant=call.headers.tenant,
+            tier=call.delivery.lane,
+            input=call.delivery.source.to_fields(),
+            attempts=call.num_attempts,
+            finish_reason=end.finish_reason if end else None,
+            error=end.error.code if end and end.error else None,
+            prompt_tokens=end.usage.prompt_tokens if end and end.usage else None,
+            completion_tokens=end.usage.completion_tokens if end and end.usage else None,
+            queued_ms=end.timing.queued_ms if end and end.timing else None,
+            ttft_ms=end.timing.ttft_ms if end and end.timing else None,
+            total_ms=end.timing.total_ms if end and end.timing else None,
+            trace_id=call.span.trace_id,
+        )
+
+
+def _request(call: _Call) -> PromptRequest:
+    assert call.request is not None
+    return call.request
+
+
+def _ms(seconds: float) -> float:
+    return round(max(0.0, seconds) * 1000, 3)

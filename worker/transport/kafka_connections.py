@@ -1,0 +1,200 @@
+"""The worker's connections to one Kafka cluster, and what that cluster can do.
+
+Everything that depends on the broker is decided here, once, at start: whether it takes an idempotent producer, and
+whether it keeps commit metadata. Only the embedded development broker fails both.
+"""
+
+import asyncio
+from typing import Any, Self
+
+import structlog
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from aiokafka.errors import KafkaConnectionError, KafkaError, UnknownError
+from aiokafka.protocol.metadata import MetadataRequest
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.connection import KafkaConnection
+
+UNKNOWN_TOPIC_OR_PARTITION = 3
+NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
+log = structlog.get_logger(__name__)
+
+
+class KafkaUnavailable(Exception):
+    """The cluster cannot be reached or used; the message says what to do."""
+
+
+class KafkaConnections:
+    """Admin client, producer and consumers with the settings that the worker's rules rest on (design.md 5)."""
+
+    def __init__(
+        self,
+        connection: KafkaConnection,
+        *,
+        client_id: str,
+        request_timeout_ms: int,
+        session_timeout_ms: int,
+        rebalance_timeout_ms: int,
+    ) -> None:
+        self.options = {**connection.client_options(), "client_id": client_id}
+        self._bootstrap = connection.bootstrap
+        self._request_timeout_ms = request_timeout_ms
+        self._session_timeout_ms = session_timeout_ms
+        self._rebalance_timeout_ms = rebalance_timeout_ms
+        self._topic_queries: dict[str, asyncio.Future[int]] = {}
+        self._query_task: asyncio.Task[None] | None = None
+        self.idempotent = True
+        self.admin: AIOKafkaAdminClient
+        self.producer: AIOKafkaProducer
+
+    async def __aenter__(self) -> Self:
+        """Connects. Raises KafkaUnavailable."""
+        self.admin = AIOKafkaAdminClient(**self.options, request_timeout_ms=self._request_timeout_ms)
+        try:
+            await self.admin.start()
+            self.producer = await self._start_producer()
+        except KafkaConnectionError as e:
+            await self.admin.close()
+            raise KafkaUnavailable(
+                f"cannot reach Kafka at {self._bootstrap}: {e}. Is a broker running there (`carousel broker` starts "
+                "one for first steps), and do the security settings fit it?"
+            ) from e
+        await self._warn_of_auto_creation()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._query_task is not None:
+            self._query_task.cancel()
+        await self.producer.stop()
+        await self.admin.close()
+
+    async def _start_producer(self) -> AIOKafkaProducer:
+        """Idempotent, acks=all. Falls back to acks=all alone where the broker takes no idempotent producer."""
+        options = self.options | {
+            "acks": "all",
+            "linger_ms": 0,
+            "retry_backoff_ms": NEW_TOPIC_BACKOFF_MS,
+            "request_timeout_ms": self._request_timeout_ms,
+            "max_request_size": 16 * 2**20,
+        }
+        producer = AIOKafkaProducer(**options, enable_idempotence=True)
+        try:
+            await producer.start()
+        except UnknownError:
+            await producer.stop()
+        else:
+            return producer
+        self.idempotent = False
+        log.warning(
+            "kafka.no_idempotent_producer",
+            bootstrap=self._bootstrap,
+            meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send may "
+            "land twice (readers drop it). Use Apache Kafka for anything that matters",
+        )
+        producer = AIOKafkaProducer(**options)
+        await producer.start()
+        return producer
+
+    def consumer(self, **options: Any) -> AIOKafkaConsumer:
+        """A consumer without a group, for `assign`. The caller starts and stops it."""
+        return AIOKafkaConsumer(
+            **self.options,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            request_timeout_ms=self._request_timeout_ms,
+            **options,
+        )
+
+    def lane_consumer(self, group: str, client_id: str) -> AIOKafkaConsumer:
+        """A member of a lane's group. The caller subscribes, starts and stops it."""
+        # The assignor keeps its last assignment in class attributes: lanes in one process must not share them.
+        assignor = type("LaneStickyPartitionAssignor", (StickyPartitionAssignor,), {})
+        return AIOKafkaConsumer(
+            **(self.options | {"client_id": client_id}),
+            group_id=group,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            partition_assignment_strategy=(assignor,),
+            session_timeout_ms=self._session_timeout_ms,
+            heartbeat_interval_ms=min(1000, self._session_timeout_ms // 3),
+            rebalance_timeout_ms=self._rebalance_timeout_ms,
+            max_poll_interval_ms=300_000,
+            fetch_max_wait_ms=100,
+            fetch_max_bytes=16 * 2**20,
+            request_timeout_ms=max(self._request_timeout_ms, self._rebalance_timeout_ms + 5_000),
+        )
+
+    async def committed(self, group: str, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetAndMetadata]:
+        """The group's committed offsets, with metadata where the broker keeps it. Raises KafkaError."""
+        if self.idempotent:
+            found: dict[TopicPartition, OffsetAndMetadata] = await self.admin.list_consumer_group_offsets(
+                group, partitions=partitions
+            )
+            return found
+        consumer = self.consumer(group_id=group)
+        consumer.assign(partitions)
+        await consumer.start()
+        try:
+            offsets = {p: await consumer.committed(p) for p in partitions}
+        finally:
+            await consumer.stop()
+        return {p: OffsetAndMetadata(offset, "") for p, offset in offsets.items() if offset is not None}
+
+    async def partitions_of(self, topic: str) -> int:
+        """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError.
+
+        Questions that come while one is on its way share the next request.
+        """
+        future = self._topic_queries.get(topic)
+        if future is None:
+            future = self._topic_queries[topic] = asyncio.get_running_loop().create_future()
+            if self._query_task is None or self._query_task.done():
+                self._query_task = asyncio.create_task(self._answer_topic_queries(), name="topic queries")
+        return await asyncio.shield(future)
+
+    async def _answer_topic_queries(self) -> None:
+        await asyncio.sleep(0)  # let the requests of one batch of deliveries gather
+        while self._topic_queries:
+            asked, self._topic_queries = self._topic_queries, {}
+            try:
+                found = await self._describe(list(asked))
+            except (KafkaError, OSError) as e:
+                for future in asked.values():
+                    future.set_exception(e if isinstance(e, KafkaError) else KafkaConnectionError(str(e)))
+                    future.exception()  # somebody may have stopped waiting
+                continue
+            for topic, future in asked.items():
+                future.set_result(found[topic])
+
+    async def _describe(self, topics: list[str]) -> dict[str, int]:
+        # Only UNKNOWN_TOPIC_OR_PARTITION means that a topic does not exist; whatever else goes wrong passes with time.
+        client = self.admin._client
+        response = await client.send(client.get_random_node(), MetadataRequest(topics, allow_auto_topic_creation=False))
+        found = {}
+        for topic in response.to_object()["topics"]:
+            missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
+            found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
+        return found
+
+    def forget_topic(self, topic: str) -> None:
+        """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""
+        self.producer.client._topics.discard(topic)
+
+    async def _warn_of_auto_creation(self) -> None:
+        if not self.idempotent:
+            return  # the embedded broker always creates topics, and has said so
+        node = str(self.admin._client.get_random_node())
+        try:
+            (response,) = await self.admin.describe_configs([ConfigResource(ConfigResourceType.BROKER, node)])
+            entries = response.to_object()["resources"][0]["config_entries"]
+        except (KafkaError, IndexError, KeyError) as e:  # not everybody may read the broker's configuration
+            log.info("kafka.auto_creation_unknown", error=repr(e))
+            return
+        if any(e["config_names"] == "auto.create.topics.enable" and e["config_value"] == "true" for e in entries):
+            log.warning(
+                "kafka.auto_creates_topics",
+                meaning="a deleted reply topic may come back; set auto.create.topics.enable=false on the brokers",
+            )

@@ -1,0 +1,252 @@
+"""One lane: a topic, a consumer and a group of its own (design.md 5), so that a full lane never holds up another.
+
+aiokafka 0.14 has traps that lose requests or stop the group (protocol.md 6); what is done about each stands beside
+the code. Reading ahead is bounded per partition: what does not fit is not taken, and fetched again later.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.records import InputRef
+from worker.transport.offset_tracker import OffsetTracker, Seen
+from worker.transport.protocols import Delivery
+
+POLL_MS = 200  # getmany is never cancelled (its fetch count would leak): it ends by itself, and we look at `_stopping`
+RETRY_S = 0.5
+
+CommittedOffsets = Callable[[str, list[TopicPartition]], Awaitable[dict[TopicPartition, OffsetAndMetadata]]]
+log = structlog.get_logger(__name__)
+
+
+class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is untyped
+    """Takes request records in from one lane and commits what is done (a RequestSource).
+
+    Args:
+        tier: the lane's name.
+        consumer: started by `run`; with a group, auto-commit off, reset to the earliest offset.
+        deliver: called with each new record, on the event loop; must not block.
+        committed: the group's offsets with their metadata (`KafkaConnections.committed`).
+        max_outstanding: records per partition that are taken in and not done.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        topic: str,
+        consumer: AIOKafkaConsumer,
+        *,
+        deliver: Callable[[Delivery], None],
+        committed: CommittedOffsets,
+        max_outstanding: int,
+        commit_interval: float,
+    ) -> None:
+        self.tier = tier
+        self.topic = topic
+        self._consumer = consumer
+        self._deliver = deliver
+        self._committed_offsets = committed
+        self._max_outstanding = max_outstanding
+        self._commit_interval = commit_interval
+        self._trackers: dict[TopicPartition, OffsetTracker] = {}
+        self._last_commit: dict[TopicPartition, OffsetAndMetadata] = {}
+        # Held from revocation to assignment: a commit in between is answered IllegalGeneration, aiokafka then drops
+        # its member id, and the group re-balances for ever (research: a trial never settled again).
+        self._assignment_gate = asyncio.Lock()
+        self._rebalancing = False
+        self._assigned = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._draining = False
+        self.polled_at = 0.0  # event loop time of the last poll that returned
+
+    @property
+    def num_outstanding(self) -> int:
+        return sum(t.num_outstanding for t in self._trackers.values())
+
+    @property
+    def assigned(self) -> asyncio.Event:
+        """Set while partitions are assigned (possibly none)."""
+        return self._assigned
+
+    # RequestSource
+
+    def owns(self, delivery: Delivery) -> bool:
+        return self._trackers.get(_partition(delivery)) is delivery.tracker
+
+    def done(self, delivery: Delivery) -> None:
+        delivery.tracker.done(delivery.source.offset)
+
+    # The consumer's life
+
+    async def run(self) -> None:
+        """Consumes until `stop`; leaves the group at the end. Raises what makes consuming impossible."""
+        self._consumer.subscribe([self.topic], listener=self)
+        committer = asyncio.create_task(self._commit_regularly(), name=f"commit {self.topic}")
+        try:
+            await self._consumer.start()  # returns when the group has assigned partitions
+            await self._poll()
+        finally:
+            self._stopping.set()
+            await committer
+            await self._consumer.stop()
+
+    def drain(self) -> None:
+        """Takes nothing more in. The group's heartbeats and commits go on."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """Ends `run` after a last commit."""
+        self._stopping.set()
+
+    async def _poll(self) -> None:
+        failing = False
+        while not self._stopping.is_set():
+            try:
+                # Also while everything is paused: without polls the consumer leaves its group.
+                batch = await self._consumer.getmany(timeout_ms=POLL_MS)
+            except KafkaError as e:
+                if not getattr(e, "retriable", False):
+                    raise
+                if not failing:
+                    log.warning("lane.poll_failed", lane=self.tier, error=repr(e))
+                failing = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            failing = False
+            self.polled_at = asyncio.get_running_loop().time()
+            # Records of a new assignment can arrive before on_partitions_assigned has ended; they belong to trackers
+            # that do not exist yet. Dropping them would look like a hole in the log.
+            if not self._assigned.is_set():
+                await _first_of(self._assigned, self._stopping)
+            for partition, records in batch.items():
+                self._take(partition, records)
+            self._apply_back_pressure()
+
+    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any]]) -> None:
+        tracker = self._trackers.get(partition)
+        if tracker is None:
+            return  # lost in a re-balance; its new owner reads it from the committed offset
+        for record in records:
+            if self._draining or self._is_full(tracker):
+                self._seek(partition, tracker.expected)
+                return
+            seen = tracker.see(record.offset)
+            if seen is Seen.HOLE:
+                self._seek(partition, tracker.expected)
+                return
+            if seen is Seen.NEW:
+                source = InputRef(record.topic, record.partition, record.offset, record.timestamp)
+                self._deliver(Delivery(self.tier, source, record.key, record.value, record.headers, tracker))
+
+    def _is_full(self, tracker: OffsetTracker) -> bool:
+        return tracker.num_outstanding >= self._max_outstanding or tracker.is_full
+
+    def _apply_back_pressure(self) -> None:
+        """Pauses partitions that are full, and resumes those with a quarter of their room free again."""
+        paused = self._consumer.paused()
+        for partition, tracker in self._trackers.items():
+            if partition not in paused and (self._draining or self._is_full(tracker)):
+                self._consumer.pause(partition)
+            elif (
+                partition in paused
+                and not self._draining
+                and tracker.num_outstanding * 4 <= self._max_outstanding * 3
+                and not tracker.is_full
+            ):
+                self._consumer.resume(partition)
+
+    def _seek(self, partition: TopicPartition, offset: int) -> None:
+        try:
+            self._consumer.seek(partition, offset)
+        except IllegalStateError:
+            log.debug("lane.seek_after_revocation", lane=self.tier, partition=partition.partition)
+
+    # Re-balancing. Every re-balance of aiokafka is eager: all partitions are revoked, then assigned anew.
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        self._assigned.clear()
+        if not self._rebalancing:  # a join that failed is prepared again
+            self._rebalancing = True
+            await self._assignment_gate.acquire()  # waits for a commit in flight
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        """Partitions that come back keep their tracker, and with it what runs here; others start from the commit."""
+        assigned = sorted(assigned)
+        kept = {p: self._trackers[p] for p in assigned if p in self._trackers}
+        new = [p for p in assigned if p not in kept]
+        lost = [p for p in self._trackers if p not in kept]
+        self._last_commit = {p: c for p, c in self._last_commit.items() if p in kept}
+        self._trackers = kept | await self._new_trackers(new)
+        for partition, tracker in self._trackers.items():
+            self._seek(partition, tracker.expected)
+        self._apply_back_pressure()  # pauses are lost at every re-balance
+        log.info("lane.assigned", lane=self.tier, partitions=len(assigned), new=len(new), lost=len(lost))
+        self._assigned.set()
+        self._rebalancing = False
+        self._assignment_gate.release()
+
+    async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
+        if not partitions:
+            return {}
+        while True:
+            try:
+                committed = await self._committed_offsets(self._consumer._group_id, partitions)
+                begins = await self._consumer.beginning_offsets(partitions)
+            except KafkaError as e:
+                # Without the committed offset the partition must not be read: finished requests would run again.
+                log.warning("lane.committed_offsets_unknown", lane=self.tier, error=repr(e))
+                await asyncio.sleep(RETRY_S)
+                continue
+            trackers = {p: _tracker(committed.get(p), begins[p]) for p in partitions}
+            self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
+            return trackers
+
+    # Commits
+
+    async def _commit_regularly(self) -> None:
+        while not self._stopping.is_set():
+            await _first_of(self._stopping, timeout=self._commit_interval)
+            if not self._rebalancing:
+                await self._commit()
+
+    async def _commit(self) -> None:
+        """Commits the done prefix of each partition and its done map, where they changed."""
+        async with self._assignment_gate:
+            commits = {}
+            for partition, tracker in self._trackers.items():
+                commit = OffsetAndMetadata(tracker.position, tracker.metadata)
+                if self._last_commit.get(partition) != commit:
+                    commits[partition] = commit
+            if not commits:
+                return
+            try:
+                await self._consumer.commit(commits)
+                self._last_commit |= commits
+            except (CommitFailedError, IllegalStateError) as e:
+                log.info("lane.commit_after_loss", lane=self.tier, error=repr(e))  # the next owner has them now
+            except KafkaError as e:
+                log.warning("lane.commit_failed", lane=self.tier, error=repr(e))  # tried again at the next interval
+
+
+async def _first_of(*events: asyncio.Event, timeout: float | None = None) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _partition(delivery: Delivery) -> TopicPartition:
+    return TopicPartition(delivery.source.topic, delivery.source.partition)
+
+
+def _tracker(committed: OffsetAndMetadata | None, begin: int) -> OffsetTracker:
+    if committed is None or committed.offset < 0:
+        return OffsetTracker(begin)
+    return OffsetTracker(max(committed.offset, begin), committed.metadata if committed.offset >= begin else "")

@@ -1,0 +1,126 @@
+"""Which records of one partition are done: requests finish out of order, commits must not (protocol.md 6).
+
+Pure: no Kafka, no clock. Everything below `expected` is either open (taken in, not done) or done, so the open
+offsets alone say it all: the commit position is the first of them, and the commit's metadata names the others.
+
+One tracker lives as long as one ownership of its partition. Whoever holds a delivery holds its tracker, too, so an
+acknowledgement from an earlier ownership changes a tracker that nobody commits any more.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+
+MAX_METADATA_CHARS = 4096  # the broker's offset.metadata.max.bytes
+_VERSION = "1:"
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+class Seen(Enum):
+    """What an arriving record is."""
+
+    NEW = "new"  # to be served
+    KNOWN = "known"  # taken in before: it runs here, or is done
+    DONE = "done"  # an earlier owner finished it
+    HOLE = "hole"  # records are missing before it: fetch again from `expected`
+
+
+class OffsetTracker:
+    """Open and done offsets of one partition, from `position` on.
+
+    Args:
+        position: the committed offset, or where the log begins.
+        metadata: what `metadata` of an earlier owner gave, "" for none. Unreadable metadata counts as none:
+            then finished requests are looked up in their reply logs again, which costs time and nothing else.
+    """
+
+    def __init__(self, position: int, metadata: str = "") -> None:
+        self.expected = position
+        self._known_until = position  # below it an earlier owner knew which offsets are open
+        self._open: dict[int, bool] = {}  # offset -> arrived here; ascending
+        self.num_outstanding = 0  # records taken in and not done
+        self._hole_at: tuple[int, int] | None = None
+        offsets = _decode(position, metadata)
+        if offsets:
+            *still_open, self._known_until = offsets
+            self._open = dict.fromkeys(still_open, False)
+
+    @property
+    def position(self) -> int:
+        """The offset to commit: everything below it is done."""
+        return next(iter(self._open), max(self.expected, self._known_until))
+
+    @property
+    def metadata(self) -> str:
+        """The done map above `position`, to be committed with it."""
+        end = max(self.expected, self._known_until)
+        return _encode(self.position, [*self._open, end]) if self.position < end else ""
+
+    @property
+    def is_full(self) -> bool:
+        """One more record might make the metadata too long for the broker: take nothing in until some are done."""
+        return len(self._open) * 4 > MAX_METADATA_CHARS // 2 and len(self.metadata) > MAX_METADATA_CHARS - 16
+
+    def see(self, offset: int) -> Seen:
+        """Tells what the record at `offset` is, and counts it as taken in when it is NEW.
+
+        After HOLE the caller fetches again from `expected`. A hole that shows twice is believed: the log was
+        compacted there, or holds a transaction marker.
+        """
+        if offset < self.expected:
+            return Seen.KNOWN
+        if offset > self.expected:
+            hole = (self.expected, offset)
+            if self._hole_at != hole:
+                self._hole_at = hole
+                return Seen.HOLE
+            for vanished in [o for o, arrived in self._open.items() if o < offset and not arrived]:
+                del self._open[vanished]
+        self._hole_at = None
+        self.expected = offset + 1
+        if offset < self._known_until and offset not in self._open:
+            return Seen.DONE
+        self._open[offset] = True
+        self.num_outstanding += 1
+        return Seen.NEW
+
+    def done(self, offset: int) -> None:
+        """Marks a record done for good. Asserts that it was taken in and not done before."""
+        assert self._open.get(offset), f"offset {offset} is not outstanding"
+        del self._open[offset]
+        self.num_outstanding -= 1
+
+
+def _encode(position: int, offsets: list[int]) -> str:
+    """Ascending offsets as differences in base 36: `position` itself is the commit, so it is left out."""
+    numbers = []
+    for offset in offsets:
+        if offset > position:
+            numbers.append(_base36(offset - position))
+            position = offset
+    return _VERSION + ",".join(numbers)
+
+
+def _decode(position: int, metadata: str) -> list[int]:
+    """The offsets that `_encode` was given, or [] when there are none or they make no sense."""
+    if not metadata.startswith(_VERSION):
+        return []
+    try:
+        return [position, *_running_sums(position, [int(n, 36) for n in metadata[len(_VERSION) :].split(",")])]
+    except ValueError:
+        return []
+
+
+def _running_sums(total: int, steps: list[int]) -> Iterator[int]:
+    for step in steps:
+        if step <= 0:
+            raise ValueError("offsets ascend")
+        total += step
+        yield total
+
+
+def _base36(n: int) -> str:
+    digits = ""
+    while n:
+        n, d = divmod(n, 36)
+        digits = _DIGITS[d] + digits
+    return digits
