@@ -73,7 +73,7 @@ def read_reply_address(
     correlation_id = _first(last, CORRELATION_ID_NAMES)
     if correlation_id is None:
         correlation_id = f"{source.topic}-{source.partition}-{source.offset}".encode()
-    if not 1 <= len(correlation_id) <= MAX_CORRELATION_ID_BYTES:
+    elif not 1 <= len(correlation_id) <= MAX_CORRELATION_ID_BYTES:
         raise Unanswerable("correlation_id_invalid", f"correlation_id must have 1 to {MAX_CORRELATION_ID_BYTES} bytes")
     topic = _read_reply_topic(last, reply_prefixes, forbidden, default_reply_topic)
     partition = _read_partition(last)
@@ -213,8 +213,8 @@ def _read_partition(last: dict[str, bytes]) -> int | None:
     if raw is None:
         return None
     is_text = _INTEGER.fullmatch(raw) is not None
-    partition = int(raw) if is_text else int.from_bytes(raw, signed=True)
-    if not (is_text or len(raw) == 4) or not 0 <= partition < 2**31:
+    partition = int(raw) if is_text else int.from_bytes(raw)
+    if not (is_text or len(raw) == 4) or partition >= 2**31:
         raise Unanswerable("reply_partition_invalid", "reply_partition must be a partition number")
     return partition
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import (
     BeforeValidator,
     Field,
+    PlainValidator,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -53,12 +54,9 @@ class InputRef:
         return [self.topic, self.partition, self.offset, self.timestamp_ms]
 
 
-def _input_ref(wire: object) -> object:
-    if not isinstance(wire, list | tuple):
-        return wire
-    match wire:
-        case [str(topic), int(partition), int(offset), int(timestamp_ms), *_]:
-            return InputRef(topic, partition, offset, timestamp_ms)
+def _input_ref(wire: object) -> InputRef:
+    if isinstance(wire, list | tuple) and [type(part) for part in wire[:4]] == [str, int, int, int]:
+        return InputRef(*wire[:4])
     raise ValueError("must be [topic, partition, offset, timestamp_ms]")
 
 
@@ -68,7 +66,7 @@ _INPUT_SCHEMA = {
     "minItems": 4,
     "description": "[topic, partition, offset, timestamp_ms] of the request record",
 }
-Input = Annotated[InputRef, BeforeValidator(_input_ref), WithJsonSchema(_INPUT_SCHEMA)]
+Input = Annotated[InputRef, PlainValidator(_input_ref), WithJsonSchema(_INPUT_SCHEMA)]
 
 
 def _finite(logprob: float) -> float:
@@ -298,7 +296,7 @@ def decode_reply(headers: Sequence[tuple[str, bytes]], value: bytes | None) -> R
     if record_type is None:
         return None
     try:
-        content_type = ContentType(last.get("content-type", b"").decode(errors="replace"))
+        content_type = ContentType((last.get("content-type") or b"").decode(errors="replace"))
         fields = decode_map(value, content_type, REPLY_LIMITS)
     except DecodeError as error:
         raise ProtocolError(f"{event.decode()}: {error.message}") from None
@@ -323,7 +321,7 @@ class UsageRecord:
     queued_ms: Milliseconds
     total_ms: Milliseconds
     at_ms: Annotated[StrictInt, Field(description="Unix time of the end")]
-    v: int = 1
+    v: StrictInt = 1
 
     def to_fields(self) -> dict[str, object]:
         reason = self.finish_reason

@@ -4,11 +4,14 @@ A field's `description` completes the sentence "field 'x' must be ...", in error
 What depends on the model (vocabulary, context, an empty prompt) is the worker's to check.
 """
 
+import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from schemas.errors import RequestError
 from schemas.reasons import ErrorCode
@@ -21,27 +24,51 @@ _PENALTY = "a number from -2 to 2; counts generated tokens only"
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+StopStrings = Annotated[tuple[NonEmpty, ...], Field(strict=False, fail_fast=True), Field(max_length=MAX_STOP_STRINGS)]
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    role: Annotated[str, Field(min_length=1)]
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: NonEmpty
     content: str
+
+
+Messages = Annotated[tuple[Message, ...], Field(min_length=1)]
+
+
+# Containers that a caller can fill with a million mistakes are checked by hand: pydantic would list them all.
+
+
+def _messages(value: object) -> tuple[Message, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError("")  # noqa: TRY004  pydantic takes only this for a mistake of the caller
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        match item:
+            case {"role": str(role), "content": str(content)} if role and len(item) == 2:
+                messages.append(Message(role, content))
+            case _:
+                raise ValueError(f" (item {index} is not)")
+    return tuple(messages)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError("")  # noqa: TRY004  as above
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+        if type(token_id) is not int or not 0 <= token_id < 2**31 or token_id in biases:
+            raise ValueError("")
+        if type(bias) not in (int, float) or not abs(bias) <= sys.float_info.max:  # false for NaN
+            raise ValueError("")
+        biases[token_id] = float(bias)
+    return biases
 
 
 def _stop_strings(value: object) -> object:
     return (value,) if isinstance(value, str) else value
-
-
-def _int_keys(value: object) -> object:
-    """JSON has string keys only; `str.isdecimal` also takes digits of other scripts, as `int` does."""
-    if not isinstance(value, dict):
-        return value
-    converted = {int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: v for k, v in value.items()}
-    if len(converted) != len(value):
-        raise ValueError("a token id twice")
-    return converted
 
 
 class PromptRequest(BaseModel):
@@ -58,7 +85,7 @@ class PromptRequest(BaseModel):
 
     prompt: Annotated[str | None, Field(description="a string")] = None
     messages: Annotated[
-        Annotated[tuple[Message, ...], Field(strict=False, fail_fast=True), Field(min_length=1)] | None,
+        Annotated[Messages, BeforeValidator(_messages, json_schema_input_type=Messages)] | None,
         Field(description="a list of at least one {role, content}, both strings"),
     ] = None
     token_ids: Annotated[
@@ -83,14 +110,13 @@ class PromptRequest(BaseModel):
         float, Field(gt=0, description="a number above 0; counts prompt and generated tokens")
     ] = 1.0
     logit_bias: Annotated[
-        dict[TokenId, float],
-        BeforeValidator(_int_keys),
+        dict[int, float],
+        PlainValidator(_logit_bias, json_schema_input_type=dict[int, float]),
         Field(description="a map of token id (an integer, or a string of digits) to number"),
     ] = {}
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
-        Field(strict=False, max_length=MAX_STOP_STRINGS),
-        BeforeValidator(_stop_strings, json_schema_input_type=str | tuple[str, ...]),
+        StopStrings,
+        BeforeValidator(_stop_strings, json_schema_input_type=NonEmpty | StopStrings),
         Field(description="a string or a list of at most 16, none empty; what matches is not delivered"),
     ] = ()
     stop_token_ids: Annotated[TokenIds, Field(description="a list of token ids that end a choice")] = ()
@@ -117,11 +143,16 @@ class PromptRequest(BaseModel):
 
 def parse_request(fields: Mapping[str, object]) -> PromptRequest:
     """The request of a decoded value. Raises RequestError that names the field and never contains the prompt."""
+    unknown = next((name for name in fields if name not in PromptRequest.model_fields), None)
+    if unknown is not None:
+        close = get_close_matches(unknown[:64], PromptRequest.model_fields, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"unknown field {unknown[:64]!r}{hint}")
     try:
         return PromptRequest.model_validate(fields)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_input=False)
-        raise RequestError(ErrorCode.INVALID_REQUEST, _message(details)) from None
+        message = _message(error.errors(include_url=False, include_input=False)[0])
+        raise RequestError(ErrorCode.INVALID_REQUEST, message) from None
 
 
 def to_fields(request: PromptRequest) -> dict[str, Any]:
@@ -129,15 +160,11 @@ def to_fields(request: PromptRequest) -> dict[str, Any]:
     return request.model_dump(exclude_defaults=True)
 
 
-def _message(details: list[Any]) -> str:
-    unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1]
-    if unknown:
-        name = str(unknown[0][0])[:64]
-        close = get_close_matches(name, PromptRequest.model_fields, n=1)
-        return f"unknown field {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-    first = details[0]
-    if not first["loc"]:
-        return str(first["ctx"]["error"])
-    name = first["loc"][0]
-    item = next((f" (item {part} is not)" for part in first["loc"][1:] if isinstance(part, int)), "")
+def _message(detail: ErrorDetails) -> str:
+    """A sentence from pydantic's first complaint, without its words and without the caller's input."""
+    location, mistake = detail["loc"], str(detail.get("ctx", {}).get("error", ""))
+    if not location:
+        return mistake
+    name = str(location[0])
+    item = next((f" (item {part} is not)" for part in location[1:] if isinstance(part, int)), mistake)
     return f"field {name!r} must be {PromptRequest.model_fields[name].description}{item}"

@@ -7,11 +7,9 @@ that matters runs on Apache Kafka. One process, bound to the loopback, which end
 import asyncio
 import atexit
 import contextlib
-import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -21,7 +19,8 @@ from typing import IO, Self
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
-from service.errors import BrokerFailed
+from service.child import bound_to_parent
+from service.errors import AddressTaken, BrokerFailed
 
 LIMITS = (
     "this broker keeps everything in memory and nothing after it stops",
@@ -29,18 +28,6 @@ LIMITS = (
     "it returns no metadata of committed offsets",
     "describing a topic, or any client's interest in it, creates the topic",
 )
-
-# The kernel signals the child when the *thread* that forked it ends, hence no thread of an executor may start it. The
-# child asks for that itself before it becomes the broker: a preexec_fn would fork a process that may have threads.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != parent:
-        sys.exit("the parent has gone")
-os.execv(command[0], command)
-"""
 
 
 class EmbeddedBroker:
@@ -94,6 +81,11 @@ class EmbeddedBroker:
             self._log.close()
             self._log = None
 
+    async def ended(self) -> int:
+        """Waits until the broker has ended, of itself or not; its exit status."""
+        assert self._process is not None, "the broker has not been started"
+        return await asyncio.to_thread(self._process.wait)
+
     def __enter__(self) -> Self:
         return self.start()
 
@@ -122,9 +114,9 @@ class EmbeddedBroker:
             except BaseException:
                 self.stop()
                 raise
-            reason = self._why_not()
+            failure = self._failure()
             self.stop()
-        raise BrokerFailed(f"the embedded broker did not start on {self._bootstrap}: {reason}")
+        raise failure
 
     def _launch(self, cluster_id: str) -> None:
         command = [
@@ -134,9 +126,8 @@ class EmbeddedBroker:
             "--storage-engine", "memory://tansu/",
         ]  # fmt: skip
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
-        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
         self._process = subprocess.Popen(
-            launcher + command,
+            bound_to_parent(command),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -157,17 +148,17 @@ class EmbeddedBroker:
             await asyncio.sleep(0.02)
         return False
 
-    def _why_not(self) -> str:
+    def _failure(self) -> BrokerFailed:
         assert self._process is not None
         assert self._log is not None
         self._log.seek(0)
         output = self._log.read().decode(errors="replace")
-        if "AddrInUse" in output or "Address in use" in output:
-            return "the address is taken by another program"
+        if "AddrInUse" in output:
+            return AddressTaken(f"{self._bootstrap} is taken by another program")
         if self._process.poll() is None:
-            return f"no answer within {self._start_timeout:g} s"
-        tail = " | ".join(output.split("\n")[-4:]).strip(" |")
-        return f"it ended with status {self._process.returncode}: {tail or 'no output'}"
+            return BrokerFailed(f"no answer from {self._bootstrap} within {self._start_timeout:g} s")
+        tail = " | ".join(output.strip().split("\n")[-4:])
+        return BrokerFailed(f"the embedded broker ended with status {self._process.returncode}: {tail or 'no output'}")
 
 
 def _split(listen: str) -> tuple[str, int]:

@@ -25,7 +25,7 @@ class CancelPublisher:
     def cancel(self, correlation_id: str) -> None:
         self._queue.put_nowait(correlation_id)
 
-    async def close(self, *, patience: float = 5.0) -> None:
+    async def close(self, *, patience: float = 3.0) -> None:
         """Sends what is left, for up to `patience` s."""
         self._queue.put_nowait(None)
         done, _ = await asyncio.wait([self._task], timeout=patience)

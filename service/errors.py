@@ -17,6 +17,10 @@ class BrokerFailed(ServiceError):  # noqa: N818
     """The embedded broker is not installed, cannot have its address, or did not start."""
 
 
+class AddressTaken(BrokerFailed):
+    """Another program has the address that the embedded broker is to have."""
+
+
 class TopicsFailed(ServiceError):  # noqa: N818
     """Topics were not created: not authorised, or refused by the broker. Names each topic and why."""
 

@@ -15,7 +15,7 @@ from schemas.headers import write_request_headers
 from schemas.topics import control_topic
 from service.cancels import CancelPublisher
 from service.errors import LaneMissing, PublishFailed, StreamClosed
-from service.kafka import TopicAdmin, start_producer
+from service.kafka import TopicAdmin, start_producer, stop_producer
 from service.reply_reader import ReplyFeed, ReplyReader
 from service.reply_topics import ReplyTopicPool
 
@@ -89,7 +89,7 @@ class Exchange:
                 retry_backoff_ms=20,
                 max_request_size=DEFAULT_LIMITS.max_value_bytes + _HEADERS_BYTES,
             )
-            stack.push_async_callback(self._producer.stop)
+            stack.push_async_callback(stop_producer, self._producer)
             await self._reader.start()
             stack.push_async_callback(self._pool.close)
             stack.push_async_callback(self._reader.close)
@@ -135,6 +135,8 @@ class Exchange:
         try:
             await self._producer.send_and_wait(call.lane, call.value, key=call.key, headers=headers)
         except KafkaError as error:
+            if call.left:
+                raise StreamClosed("the client has been closed") from error
             raise PublishFailed(f"the request was not acknowledged by {call.lane}: {error!r}") from error
 
     def leave(self, call: Call) -> None:

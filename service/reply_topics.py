@@ -105,7 +105,7 @@ class ReplyTopicPool:
         heapq.heappush(self._retired, (due, topic))
         self._retiring.set()
 
-    async def close(self, *, patience: float = 10.0) -> None:
+    async def close(self, *, patience: float = 3.0) -> None:
         """Deletes every topic, without grace, for up to `patience` s. The reader must have stopped."""
         self._closed = True
         for task in self._tasks:

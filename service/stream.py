@@ -12,12 +12,12 @@ from schemas.reply_log import ReplyLog
 from service.errors import RequestFailed, RequestTimeout, StreamClosed
 from service.exchange import Call, Exchange
 
-_DEADLINE_GRACE_S = 5.0  # the service ends a request at its deadline; no word long after it means no service
+_DEADLINE_GRACE_S = 5.0  # the service ends a request at its deadline; silence long after it is no service
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `choices` has one entry for each of `n`; text, token_ids and finish_reason are the first one's."""
+    """A whole answer. `choices` has one entry for each of `n`; the properties are the first one's."""
 
     choices: tuple[ChoiceResult, ...]
     usage: Usage | None

@@ -9,6 +9,7 @@ import torch
 from worker.app import Worker, run_until_signal
 from worker.config import WorkerConfig
 from worker.model.errors import ModelError
+from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
@@ -33,7 +34,13 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
     """Loads the model and makes its runner: (facts, runner, blocks in the KV pool)."""
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress)
-    num_blocks = config.num_blocks or _num_blocks(config, loaded)
+    num_blocks = config.num_blocks or num_blocks_for_ram(
+        loaded.bytes_per_token,
+        config.block_size,
+        loaded.max_model_len,
+        config.max_num_seqs,
+        share=config.kv_memory_share,
+    )
     runner = TorchRunner(
         loaded,
         num_blocks=num_blocks,

@@ -40,11 +40,11 @@ class RequestSpan:
         return trace.format_trace_id(self._span.get_span_context().trace_id)
 
     @property
-    def traceparent(self) -> str:
-        """W3C trace context of this span, for the reply's `begin` and `end`."""
+    def traceparent(self) -> str | None:
+        """W3C trace context of this span, for the reply's `begin` and `end`; None while nothing is traced."""
         carrier: dict[str, str] = {}
         propagate.inject(carrier, context=trace.set_span_in_context(self._span))
-        return carrier["traceparent"]
+        return carrier.get("traceparent")
 
     def record_end(self, outcome: str, end: End | None) -> None:
         self._span.set_attribute("llm.outcome", outcome)

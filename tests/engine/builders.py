@@ -1,5 +1,6 @@
 """Builders of requests and engines with defaults, and a loop that drives an engine to its end."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -66,6 +67,7 @@ class Engine:
         self.runner = runner(self.config)
         self.now = 0.0
         self.events: list[EngineEvent] = []
+        self._by_choice: defaultdict[tuple[str, int], list[EngineEvent]] = defaultdict(list)
         self.records: list[StepRecord] = []
 
     def add(self, *requests: Request) -> None:
@@ -102,24 +104,27 @@ class Engine:
         assert self.scheduler.next_deadline is None
 
     def tokens(self, request_id: str = "r", choice: int = 0) -> list[int]:
-        return [event.token.token_id for event in self._of(TokenEvent, request_id, choice)]
+        own = self.events_of(request_id, choice)
+        return [event.token.token_id for event in own if isinstance(event, TokenEvent)]
 
     def text(self, request_id: str = "r", choice: int = 0) -> str:
         """All that the caller of that choice may show."""
-        parts = [event.text for event in self._of(TokenEvent, request_id, choice)]
-        return "".join(parts + [event.tail for event in self._of(FinishEvent, request_id, choice)])
+        own = self.events_of(request_id, choice)
+        return "".join(event.text if isinstance(event, TokenEvent) else event.tail for event in own)
 
     def finish(self, request_id: str = "r", choice: int = 0) -> FinishEvent:
         """How that choice ended. Asserts that it ended once, and that nothing came after."""
-        own = [event for event in self.events if (event.request_id, event.choice) == (request_id, choice)]
+        own = self.events_of(request_id, choice)
         ends = [event for event in own if isinstance(event, FinishEvent)]
         assert len(ends) == 1, f"{len(ends)} ends"
         assert own[-1] is ends[0], "an event after the end"
         return ends[0]
 
-    def _of(self, kind: type, request_id: str, choice: int) -> list:
-        return [e for e in self.events if isinstance(e, kind) and (e.request_id, e.choice) == (request_id, choice)]
+    def events_of(self, request_id: str, choice: int) -> list[EngineEvent]:
+        return self._by_choice[request_id, choice]
 
     def _take(self, events: list[EngineEvent]) -> None:
         self.events += events
+        for event in events:
+            self.events_of(event.request_id, event.choice).append(event)
         self.scheduler.check_integrity()

@@ -11,7 +11,7 @@ from worker.engine.outputs import FinishEvent, StepPlan, TokenEvent
 from worker.engine.request import Request
 from worker.engine.scheduler import SchedulerConfig
 
-NUM_STEPS = 400
+NUM_STEPS = 300
 
 
 def small_vocabulary(config: SchedulerConfig) -> FakeRunner:
@@ -28,11 +28,10 @@ class World:
             num_blocks=self.random.randint(4, 40),
             block_size=self.random.choice((1, 3, 4)),
             max_num_seqs=self.random.randint(1, 5),
-            max_num_batched_tokens=self.random.randint(5, 24),
+            max_num_batched_tokens=self.random.randint(1, 24),
         )
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
-        self.cut: dict[tuple[str, int], int] = {}  # tokens accepted before
 
     def arrive(self) -> None:
         rng = self.random
@@ -74,7 +73,8 @@ class World:
                 accepted = list(request.accepted[choice]) if request.accepted else []
                 got = accepted + self.engine.tokens(request_id, choice)
                 assert got == tokens[: len(got)]
-                if request_id in self.aborted and not self.ended(request_id, choice):
+                events = self.engine.events_of(request_id, choice)
+                if request_id in self.aborted and not any(isinstance(event, FinishEvent) for event in events):
                     continue
                 end = self.engine.finish(request_id, choice)
                 if end.reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -82,10 +82,6 @@ class World:
                     assert text.endswith(self.engine.text(request_id, choice))
                 elif end.reason is FinishReason.ERROR:
                     assert got == accepted
-
-    def ended(self, request_id: str, choice: int) -> bool:
-        ends = (event for event in self.engine.events if isinstance(event, FinishEvent))
-        return any((end.request_id, end.choice) == (request_id, choice) for end in ends)
 
 
 def undisturbed(request: Request) -> list[tuple[list[int], str]]:
@@ -97,7 +93,7 @@ def undisturbed(request: Request) -> list[tuple[list[int], str]]:
     return [(engine.tokens("alone", choice), engine.text("alone", choice)) for choice in range(request.n)]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_load(seed: int) -> None:
     """Integrity holds after every change; everything ends; disturbances never change a token."""
     world = World(seed)

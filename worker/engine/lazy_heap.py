@@ -1,4 +1,4 @@
-"""A priority queue whose items may die inside it."""
+"""A priority queue whose items may leave from the middle."""
 
 import heapq
 from collections.abc import Callable
@@ -8,47 +8,40 @@ ItemT = TypeVar("ItemT")
 
 
 class LazyHeap(Generic[ItemT]):
-    """A heap with lazy deletion: dead items are dropped when they surface, or when they outnumber the living.
+    """A heap with lazy deletion: an item that no longer belongs is dropped when it surfaces or when such pile up.
 
-    So a death costs O(1) amortised, push and pop O(log n), and memory stays within twice the living.
-    Items with equal keys leave in the order of their (unique) numbers.
+    So leaving costs O(1) amortised, push and peek O(log n), and memory stays within a constant of twice what belongs.
+    An item that has left never belongs again.
     """
 
-    __slots__ = ("_entries", "_is_live", "_num_live")
+    __slots__ = ("_belongs", "_entries", "_num_items")
 
-    def __init__(self, is_live: Callable[[ItemT], bool]) -> None:
+    def __init__(self, belongs: Callable[[ItemT], bool]) -> None:
+        self._belongs = belongs
         self._entries: list[tuple[tuple[float, ...], int, ItemT]] = []
-        self._is_live = is_live
-        self._num_live = 0
+        self._num_items = 0
 
     def __len__(self) -> int:
-        return self._num_live
+        return self._num_items
 
     def push(self, key: tuple[float, ...], number: int, item: ItemT) -> None:
+        """Takes in an item. Smallest key first; among equal keys, smallest number, which is unique."""
         heapq.heappush(self._entries, (key, number, item))
-        self._num_live += 1
+        self._num_items += 1
 
     def peek(self) -> ItemT | None:
-        """The first living item, left where it is; None when there is none."""
-        while self._entries and not self._is_live(self._entries[0][2]):
+        """The first item, left where it is; None when there is none."""
+        while self._entries and not self._belongs(self._entries[0][2]):
             heapq.heappop(self._entries)
         return self._entries[0][2] if self._entries else None
 
-    def pop(self) -> ItemT:
-        """Takes the first living item. Asserts that there is one."""
-        item = self.peek()
-        assert item is not None, "pop from an empty heap"
-        heapq.heappop(self._entries)
-        self._num_live -= 1
-        return item
-
-    def note_death(self) -> None:
-        """One item that is still inside has just died."""
-        self._num_live -= 1
-        if len(self._entries) > 2 * self._num_live + 64:
-            self._entries = [entry for entry in self._entries if self._is_live(entry[2])]
+    def note_left(self) -> None:
+        """An item inside has just stopped belonging."""
+        self._num_items -= 1
+        if len(self._entries) > 2 * self._num_items + 64:
+            self._entries = [entry for entry in self._entries if self._belongs(entry[2])]
             heapq.heapify(self._entries)
 
-    def count_live(self) -> int:
-        """Counts the living, O(n): what len() must be."""
-        return sum(self._is_live(item) for _, _, item in self._entries)
+    def recount(self) -> int:
+        """What len() must be, counted in O(n)."""
+        return sum(self._belongs(item) for _, _, item in self._entries)

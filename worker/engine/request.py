@@ -129,8 +129,8 @@ class Sequence:
 
     def flush_text(self) -> str:
         """The text held back by detokenizer and stop matcher, for a choice that gets no further token."""
-        text, matched = self._matcher.feed(self._detokenizer.flush())
-        return text if matched else text + self._matcher.flush()
+        text, _ = self._matcher.feed(self._detokenizer.flush())
+        return text + self._matcher.flush()
 
     def as_new(self) -> NewSequence:
         """The row that the runner opens for it."""

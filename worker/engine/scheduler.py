@@ -31,7 +31,10 @@ from worker.engine.request import Request, Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits of the engine. Raises ValueError when they cannot work together."""
+    """The limits of the engine, each at least 1 (else ValueError).
+
+    With a budget below the seats only the most urgent decode in a step; the others keep their seats and wait.
+    """
 
     num_blocks: int  # in the KV pool
     block_size: int = 16  # tokens
@@ -43,11 +46,6 @@ class SchedulerConfig:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every seat decodes one token in every step"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +194,26 @@ class Scheduler:
 
     def _plan_step(self, now: float) -> _Flight:
         """Decodes first, one token each; then unfinished prefills; then the waiting, while there is room."""
-        sequences: list[Sequence] = []
+        budget = self.config.max_num_batched_tokens
+        decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self._running:
-            (sequences if seq.is_decoding else prefilling).append(seq)
-        scheduled = [self._grant(seq, 1) for seq in sequences]
-        num_decode_tokens = len(sequences)
-        budget = self.config.max_num_batched_tokens - num_decode_tokens
-        for seq in prefilling:
+            (decoding if seq.is_decoding else prefilling).append(seq)
+        sequences: list[Sequence] = []
+        scheduled: list[ScheduledSequence] = []
+        for seq in (*decoding, *prefilling):
             if not budget:
                 break
-            scheduled.append(self._grant(seq, budget))
             sequences.append(seq)
+            scheduled.append(self._grant(seq, budget))
             budget -= scheduled[-1].num_tokens
+        num_decode_tokens = min(len(decoding), self.config.max_num_batched_tokens)
         admitted: list[Sequence] = []
-        while budget and self._head_fits():
-            seq = self._admit()
-            scheduled.append(self._grant(seq, budget))
-            sequences.append(seq)
-            admitted.append(seq)
+        while budget and (head := self._fitting_head()) is not None:
+            self._admit(head)
+            admitted.append(head)
+            sequences.append(head)
+            scheduled.append(self._grant(head, budget))
             budget -= scheduled[-1].num_tokens
         assert scheduled, "there is work, but none of it can run"
         self._step += 1
@@ -253,21 +252,21 @@ class Scheduler:
             self._num_reserved -= num_missing
         return ScheduledSequence(seq.seq_id, start, num_tokens, tuple(new_block_ids), samples=end == num_known)
 
-    def _head_fits(self) -> bool:
-        """The most urgent waiting sequence finds a seat, and its blocks to completion beside all reservations."""
+    def _fitting_head(self) -> Sequence | None:
+        """The most urgent waiting sequence, if there is a seat for it and its blocks fit beside all reservations."""
         head = self._waiting.peek()
         if head is None or len(self._running) == self.config.max_num_seqs:
-            return False
-        return self._blocks_to_completion(head) <= self._pool.num_free - self._num_reserved
+            return None
+        fits = self._blocks_to_completion(head) <= self._pool.num_free - self._num_reserved
+        return head if fits else None
 
-    def _admit(self) -> Sequence:
-        """Seats the most urgent waiting sequence and reserves its blocks."""
-        seq = self._waiting.pop()
+    def _admit(self, seq: Sequence) -> None:
+        """Seats a waiting sequence and reserves its blocks to completion."""
         seq.move_to(SequenceStatus.RUNNING)
+        self._waiting.note_left()
         seq.num_prefill = seq.num_tokens
         self._num_reserved += self._blocks_to_completion(seq)
         insort(self._running, seq, key=_urgency)
-        return seq
 
     def _blocks_to_completion(self, seq: Sequence) -> int:
         return self._pool.blocks_for(seq.max_num_tokens)
@@ -302,11 +301,11 @@ class Scheduler:
         for seq in sequences:
             if seq.status is SequenceStatus.WAITING:
                 seq.move_to(SequenceStatus.FINISHED)
-                self._waiting.note_death()
+                self._waiting.note_left()
             else:
                 seq.move_to(SequenceStatus.LEAVING)
             if seq.request.deadline is not None:
-                self._deadlines.note_death()
+                self._deadlines.note_left()
             unfinished = self._unfinished[seq.request.request_id]
             unfinished.remove(seq)
             if not unfinished:
@@ -332,7 +331,7 @@ class Scheduler:
         self._now = now
 
     def check_integrity(self) -> None:
-        """Asserts the invariants I1 to I8 of README.md. O(blocks + sequences): for tests and behind a debug flag."""
+        """Asserts the invariants I1 to I7 of README.md. O(blocks + sequences): for tests and behind a debug flag."""
         self._pool.check_integrity()
         owned = [block_id for seq in self._running for block_id in seq.block_ids]
         assert len(dict.fromkeys(owned)) == len(owned), "I2: a block is in two tables"
@@ -357,11 +356,9 @@ class Scheduler:
         waiting = [seq for seq in unfinished if seq.status is SequenceStatus.WAITING]
         assert len(running) == len(self._running) or self._flight is not None, "I7: a seat is kept without a step"
         assert len(unfinished) == len(running) + len(waiting), "I7: a sequence is in no place, or in two"
-        assert len(waiting) == len(self._waiting) == self._waiting.count_live(), "I7: the waiting are miscounted"
+        assert len(waiting) == len(self._waiting) == self._waiting.recount(), "I7: the waiting are miscounted"
         timed = sum(seq.request.deadline is not None for seq in unfinished)
-        assert timed == len(self._deadlines) == self._deadlines.count_live(), "I7: a deadline is lost"
-        if not self._running:
-            assert self._pool.num_used == self._num_reserved == 0, "I8: an idle engine holds blocks"
+        assert timed == len(self._deadlines) == self._deadlines.recount(), "I7: a deadline is lost"
 
     def _check_sequence(self, seq: Sequence, part: ScheduledSequence | None) -> None:
         """Asserts what README.md says of a seated sequence; part: what the step in flight computes of it."""

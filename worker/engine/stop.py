@@ -26,7 +26,7 @@ class StopMatcher:
     def feed(self, text: str) -> tuple[str, bool]:
         """Takes the text of the next token; returns (text that is now safe to show, a stop string is complete).
 
-        After a match the matcher is at its end: the text before the stop has been returned, the rest is dropped.
+        After a match the matcher is at its end, with nothing held back: the stop and what follows are dropped.
         """
         if not self._stops:
             return text, False

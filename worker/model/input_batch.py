@@ -16,7 +16,7 @@ from worker.model.sampler import SamplingBatch, uniforms
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one forward needs, its tokens flattened in the order of the plan's sequences."""
+    """What one forward needs, its tokens flattened, one sequence after the other."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     positions: NDArray[np.int64]  # [num_tokens]
@@ -89,7 +89,8 @@ class InputBatch:
 
     def prepare(self, plan: StepPlan) -> StepInputs:
         """The inputs of the step. `update(plan)` came before."""
-        scheduled = plan.scheduled
+        # By length: decodes that attention computes together are neighbours then.
+        scheduled = sorted(plan.scheduled, key=lambda s: (s.num_tokens, s.start))
         rows = np.array([self._row_of[s.seq_id] for s in scheduled], np.int64)
         starts = np.array([s.start for s in scheduled], np.int64)
         lens = np.array([s.num_tokens for s in scheduled], np.int64)

@@ -16,8 +16,10 @@ from worker.engine.outputs import SampledToken
 
 # Below this a temperature is as good as 0, but still divides.
 _MIN_TEMPERATURE = 1e-6
-# How many of the most likely tokens are looked at for top_p before a row's whole vocabulary is sorted.
-_TOP_P_CANDIDATES = 256
+# How many of the most likely tokens top_p looks at first, and by how much more if they are too few: sorting the whole
+# vocabulary costs 10 times as much as finding the first 256.
+_CANDIDATES = 256
+_CANDIDATES_GROWTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,7 @@ class SamplingBatch:
     num_logprobs: NDArray[np.int64]  # -1: none asked for
 
 
-def uniforms(
-    seed: NDArray[np.uint64], choice: NDArray[np.uint64], position: NDArray[np.uint64]
-) -> NDArray[np.float64]:
+def uniforms(seed: NDArray[np.uint64], choice: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[np.float64]:
     """The noise of each token, in [0, 1) with 53 bits. `position` counts the tokens of the choice before this one.
 
     SplitMix64's output number `position` of a stream whose start is a hash of seed and choice (Steele, Lea, Flood:
@@ -64,22 +64,28 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[SampledToken | None]:
     sound = torch.isfinite(peak)
     drawn = np.flatnonzero(sound.numpy() & (batch.temperature > 0))
     if len(drawn):
-        token_ids[drawn] = _draw(logits[drawn], peak[drawn], batch, drawn)
+        token_ids[drawn] = _draw(_take(logits, drawn), peak[drawn], batch, drawn)
     tokens = [SampledToken(token_id) for token_id in token_ids.tolist()]
     reported = np.flatnonzero(sound.numpy() & (batch.num_logprobs >= 0))
     if len(reported):
-        described = _describe(logits[reported], token_ids[reported], batch.num_logprobs[reported])
+        described = _describe(_take(logits, reported), token_ids[reported], batch.num_logprobs[reported])
         for row, token in zip(reported.tolist(), described, strict=True):
             tokens[row] = token
     return [token if ok else None for token, ok in zip(tokens, sound.tolist(), strict=True)]
 
 
+def _take(table: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """`table[rows]`, ascending rows; all of them without a copy."""
+    return table if len(rows) == len(table) else table[rows]
+
+
 def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
     """One token id per row: inverse of the cumulative distribution, over ids in their own order."""
     temperature = torch.from_numpy(batch.temperature[rows]).clamp(min=_MIN_TEMPERATURE)
-    weights = ((logits - peak[:, None]) / temperature[:, None]).exp_()  # the largest is 1
+    weights = (logits - peak[:, None]).div_(temperature[:, None]).exp_()  # the largest is 1
     least = _least_weight(weights, batch, rows)
-    weights.masked_fill_(weights < least[:, None], 0.0)
+    if least.any():
+        weights.masked_fill_(weights < least[:, None], 0.0)
     cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Rounding must not reach the total: no id lies beyond it.
@@ -89,40 +95,39 @@ def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch, rows: NDArray[np.i
 
 def _least_weight(weights: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
     """[num_rows]: the weight below which a row's filters drop a token. `weights` have a maximum of 1 in each row."""
-    least = torch.from_numpy(batch.min_p[rows].copy())
+    least = torch.from_numpy(batch.min_p[rows])
     vocab_size = weights.shape[-1]
     top_k = np.where(batch.top_k[rows] < 1, vocab_size, np.minimum(batch.top_k[rows], vocab_size))
     top_p = batch.top_p[rows]
-    filtered = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
-    if not len(filtered):
-        return least
-    top_k, top_p = top_k[filtered], top_p[filtered]
-    limited = top_k[top_k < vocab_size]
-    num_candidates = min(vocab_size, max(_TOP_P_CANDIDATES, int(limited.max(initial=0))))
-    least_kept, enough = _least_kept(weights[filtered], top_k, top_p, num_candidates)
-    if not enough.all():
-        rest = np.flatnonzero(~enough.numpy())
-        least_kept[rest], _ = _least_kept(weights[filtered[rest]], top_k[rest], top_p[rest], vocab_size)
-    least[filtered] = torch.maximum(least[filtered], least_kept)
+    undecided = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+    limited = top_k[undecided] < vocab_size
+    num_candidates = int(top_k[undecided][limited].max(initial=0 if limited.all() else _CANDIDATES))
+    while len(undecided):
+        num_candidates = min(vocab_size, num_candidates)
+        kept, decided = _least_kept(_take(weights, undecided), top_k[undecided], top_p[undecided], num_candidates)
+        least[undecided] = torch.maximum(least[undecided], kept)
+        undecided = undecided[~decided]
+        num_candidates *= _CANDIDATES_GROWTH
     return least
 
 
 def _least_kept(
     weights: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64], num_candidates: int
-) -> tuple[Tensor, Tensor]:
-    """The smallest weight that top_k and top_p keep, and whether `num_candidates` were enough to know; both [rows]."""
+) -> tuple[Tensor, NDArray[np.bool_]]:
+    """The smallest weight that top_k and top_p keep, 0 where `num_candidates` are too few to know; and where not."""
     candidates = weights.topk(num_candidates, dim=-1).values
     k = torch.from_numpy(top_k)[:, None]
     cumulative = candidates.double().cumsum(dim=-1)
-    unlimited = k > num_candidates
-    total = torch.where(
-        unlimited, weights.sum(dim=-1, keepdim=True, dtype=torch.float64), cumulative.gather(1, k.clamp(max=num_candidates) - 1)
-    )
+    total = cumulative.gather(1, k.clamp(max=num_candidates) - 1)
+    unlimited = k == weights.shape[-1]
+    if unlimited.any():
+        total = torch.where(unlimited, weights.sum(dim=-1, keepdim=True, dtype=torch.float64), total)
     wanted = torch.from_numpy(top_p)[:, None] * total
     # The first candidate with which the sum reaches what top_p wants is the last one kept.
     last = torch.minimum((cumulative < wanted).sum(dim=-1, keepdim=True), k - 1)
-    enough = last < num_candidates
-    return candidates.gather(1, last.clamp(max=num_candidates - 1)).squeeze(1), enough.squeeze(1)
+    decided = last < num_candidates
+    kept = candidates.gather(1, last.clamp(max=num_candidates - 1)).masked_fill_(~decided, 0.0)
+    return kept.squeeze(1), decided.squeeze(1).numpy()
 
 
 def _describe(logits: Tensor, token_ids: Tensor, num_logprobs: NDArray[np.int64]) -> list[SampledToken]:

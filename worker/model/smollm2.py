@@ -76,7 +76,7 @@ def _find_gguf() -> Path:
 
 
 def _convert(gguf_file: Path, folder: Path, report: Callable[[str, float], None]) -> None:
-    from gguf import GGUFReader, dequantize  # noqa: PLC0415 (optional, and needed once)
+    from gguf import GGUFReader, dequantize
 
     report("reading the GGUF file", 0.0)
     reader = GGUFReader(gguf_file)

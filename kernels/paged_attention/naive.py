@@ -1,0 +1,44 @@
+"""Paged attention as its specification: per sequence, dense, obvious."""
+
+import torch
+from torch import Tensor
+
+from kernels.paged_attention.batch import RaggedBatch
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(cap(scale * q k^T)) v over the visible positions, computed in the dtype of `query`.
+
+    query [num_tokens, num_heads, head_dim]; key_cache and value_cache [num_blocks, block_size, num_kv_heads,
+    head_dim], any strides; head h reads kv head h // (num_heads / num_kv_heads). A query at position p sees the
+    positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). Returns the shape of `query`.
+    """
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    group = query.shape[1] // num_kv_heads
+    out = torch.empty_like(query)
+    for seq, start in enumerate(batch.query_starts.tolist()):
+        query_len, context_len = int(batch.query_lens[seq]), int(batch.context_lens[seq])
+        slots = [(int(batch.block_tables[seq, p // block_size]), p % block_size) for p in range(context_len)]
+        keys = torch.stack([key_cache[slot] for slot in slots]).repeat_interleave(group, dim=1)  # [context, heads, dim]
+        values = torch.stack([value_cache[slot] for slot in slots]).repeat_interleave(group, dim=1)
+        queries = query[start : start + query_len]
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        position = torch.arange(context_len - query_len, context_len)[:, None]
+        key_position = torch.arange(context_len)[None, :]
+        visible = key_position <= position
+        if sliding_window is not None:
+            visible &= key_position > position - sliding_window
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        out[start : start + query_len] = torch.einsum("hqk,khd->qhd", weights, values)
+    return out

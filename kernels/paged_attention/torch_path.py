@@ -1,0 +1,228 @@
+"""Paged attention for CPUs, out of torch operations.
+
+Sequences with one query (decodes) are sorted by length and cut into groups of similar length: one gather of whole
+blocks into a preallocated workspace and one masked SDPA per group. Fresh tensors instead of the workspace cost 1.1
+to 3 times the time (page faults), and padding is the price of a group, so both are bounded. A sequence with more
+queries (a prefill chunk) has its own gather and SDPA. What depends on the step only is made once per step and
+window, in `Plan`, and used by every layer.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.paged_attention.batch import RaggedBatch
+
+# A group is closed when one more sequence would make it gather more than this many bytes of keys (the workspace
+# stays in the cache of a core), or would pad the others by more blocks than a group's fixed cost is worth.
+_GROUP_BYTES = 1 << 20
+_GROUP_PADDING_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Decodes that are computed together: each sees the last `num_blocks` blocks of the workspace's row for it."""
+
+    rows: slice | Tensor  # int64 [size]: their queries in the flattened batch; a slice where they are neighbours
+    size: int
+    block_ids: Tensor  # int64 [size * num_blocks]; a padded entry repeats a block of its sequence
+    num_blocks: int
+    empty: Tensor  # int64: slots of the gathered blocks that hold no visible token
+    mask: Tensor  # [size, 1, 1, num_blocks * block_size]: 0, or -inf where empty
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A sequence with several queries."""
+
+    start: int  # of its queries in the flattened batch
+    num_queries: int
+    block_ids: Tensor  # int64 [num_blocks]
+    first_slot: int  # of the gathered blocks, that a query sees
+    num_keys: int
+    mask: Tensor | None  # [num_queries, num_keys]; None: causal from the first position
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    groups: list[_Group]
+    chunks: list[_Chunk]
+
+
+class Workspace:
+    """Scratch memory of one runner, and the plans of its current step.
+
+    Holds the gathered keys and values of one group or chunk: at most `max_context_len` tokens, or a group's bytes.
+    """
+
+    def __init__(self, max_context_len: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+        block_bytes = block_size * num_kv_heads * head_dim * dtype.itemsize
+        self.group_blocks = max(1, _GROUP_BYTES // block_bytes)
+        num_blocks = max(self.group_blocks, -(-max_context_len // block_size))
+        self._kv = torch.empty(2, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype)
+        self._block_size = block_size
+        self._batch: RaggedBatch | None = None
+        self._plans: dict[int | None, _Plan] = {}
+
+    def gather(
+        self, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor, empty: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the blocks, each [num_blocks * block_size, num_kv_heads, head_dim], `empty` slots zeroed.
+
+        What a slot holds that was never written, or was written by an earlier sequence, may be NaN, and a mask does
+        not help against it: 0 * NaN is NaN.
+        """
+        kv = self._kv[:, : len(block_ids)]
+        torch.index_select(key_cache, 0, block_ids, out=kv[0])
+        torch.index_select(value_cache, 0, block_ids, out=kv[1])
+        kv = kv.flatten(1, 2)
+        if empty is not None:
+            kv.index_fill_(1, empty, 0.0)
+        return kv[0], kv[1]
+
+    def plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
+        if self._batch is not batch:
+            self._batch = batch
+            self._plans.clear()
+        plan = self._plans.get(sliding_window)
+        if plan is None:
+            plan = self._plans[sliding_window] = self._make_plan(batch, sliding_window)
+        return plan
+
+    def _make_plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
+        block_size = self._block_size
+        # A query at position p sees [p - window + 1, p]: the first query of a sequence decides where the gather starts.
+        first_seen = np.zeros_like(batch.context_lens)
+        if sliding_window is not None:
+            first_seen = np.maximum(batch.context_lens - batch.query_lens - sliding_window + 1, 0)
+        first_block = first_seen // block_size
+        num_blocks = -(-batch.context_lens // block_size) - first_block
+        starts = batch.query_starts
+        decodes = np.flatnonzero(batch.query_lens == 1)
+        decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
+        groups = [
+            self._make_group(batch, seqs, starts, first_seen, first_block, num_blocks)
+            for seqs in _split(decodes, num_blocks, self.group_blocks)
+        ]
+        chunks = [
+            self._make_chunk(batch, seq, int(starts[seq]), int(first_seen[seq]), sliding_window)
+            for seq in np.flatnonzero(batch.query_lens > 1).tolist()
+        ]
+        return _Plan(groups, chunks)
+
+    def _make_group(self, batch, seqs, starts, first_seen, first_block, num_blocks) -> _Group:
+        block_size = self._block_size
+        width = int(num_blocks[seqs].max())
+        # A padded entry reads the sequence's first block: any valid block will do, its slots are emptied.
+        column = np.arange(width)[None, :]
+        column = np.where(column < num_blocks[seqs, None], column, 0) + first_block[seqs, None]
+        block_ids = batch.block_tables[seqs[:, None], column]
+        position = np.arange(width * block_size)[None, :] + first_block[seqs, None] * block_size
+        empty = (position < first_seen[seqs, None]) | (position >= batch.context_lens[seqs, None])
+        mask = torch.zeros(empty.shape, dtype=self._kv.dtype).masked_fill_(torch.from_numpy(empty), -torch.inf)
+        return _Group(
+            rows=_as_slice(starts[seqs]),
+            size=len(seqs),
+            block_ids=torch.from_numpy(block_ids.astype(np.int64).ravel()),
+            num_blocks=width,
+            empty=torch.from_numpy(np.flatnonzero(empty)),
+            mask=mask[:, None, None, :],
+        )
+
+    def _make_chunk(
+        self, batch: RaggedBatch, seq: int, start: int, first_seen: int, sliding_window: int | None
+    ) -> _Chunk:
+        block_size = self._block_size
+        query_len, context_len = int(batch.query_lens[seq]), int(batch.context_lens[seq])
+        first_block = first_seen // block_size
+        block_ids = batch.block_tables[seq, first_block : -(-context_len // block_size)]
+        mask = None
+        if query_len < context_len or (sliding_window is not None and sliding_window < context_len):
+            position = torch.arange(context_len - query_len, context_len)[:, None]
+            key_position = torch.arange(first_seen, context_len)[None, :]
+            hidden = key_position > position
+            if sliding_window is not None:
+                hidden |= key_position <= position - sliding_window
+            mask = torch.zeros(hidden.shape, dtype=self._kv.dtype).masked_fill_(hidden, -torch.inf)
+        return _Chunk(
+            start=start,
+            num_queries=query_len,
+            block_ids=torch.from_numpy(block_ids.astype(np.int64)),
+            first_slot=first_seen - first_block * block_size,
+            num_keys=context_len - first_seen,
+            mask=mask,
+        )
+
+
+def _as_slice(rows: NDArray[np.int64]) -> slice | Tensor:
+    """`rows` as an index: a slice, which copies nothing, where they follow one another."""
+    if (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows)
+
+
+def _split(seqs, num_blocks, max_blocks: int) -> list:
+    """Cuts `seqs`, sorted by `num_blocks`, into groups within the bounds on size and padding."""
+    groups, first, padding = [], 0, 0
+    for i in range(1, len(seqs)):
+        size, width = i - first, int(num_blocks[seqs[i]])
+        padding += size * (width - int(num_blocks[seqs[i - 1]]))
+        if padding > _GROUP_PADDING_BLOCKS or (size + 1) * width > max_blocks:
+            groups.append(seqs[first:i])
+            first, padding = i, 0
+    if len(seqs):
+        groups.append(seqs[first:])
+    return groups
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    workspace: Workspace,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `naive.paged_attention`. Overwrites `workspace`; reads nothing of the cache but visible tokens."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    plan = workspace.plan(batch, sliding_window)
+    query = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    for group in plan.groups:
+        keys, values = workspace.gather(key_cache, value_cache, group.block_ids, group.empty)
+        shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        # The query heads of one kv head take the place of query positions: no key is repeated.
+        out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap)
+    for chunk in plan.chunks:
+        keys, values = workspace.gather(key_cache, value_cache, chunk.block_ids)
+        seen = slice(chunk.first_slot, chunk.first_slot + chunk.num_keys)
+        rows = slice(chunk.start, chunk.start + chunk.num_queries)
+        queries = query[rows].permute(1, 2, 0, 3)  # [num_kv_heads, group, num_queries, head_dim]
+        shape = (*queries.shape[:2], chunk.num_keys, head_dim)
+        keys = keys[seen].transpose(0, 1)[:, None].expand(shape)
+        values = values[seen].transpose(0, 1)[:, None].expand(shape)
+        out[rows] = _attend(queries, keys, values, chunk.mask, scale, softcap).permute(2, 0, 1, 3)
+    return out.view(num_tokens, num_heads, head_dim)
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """[..., n, dim] x [..., keys, dim] -> [..., n, dim]. `mask` is added to the scores; None: causal, n == keys."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+    scores = softcap * torch.tanh(queries @ keys.transpose(-1, -2) * (scale / softcap))
+    if mask is None:
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu_(1)
+    return (scores + mask).softmax(dim=-1) @ values

@@ -1,0 +1,103 @@
+"""`carousel submit`: one request from the command line, streamed as it comes."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from schemas.connection import KafkaConnection
+from schemas.records import Begin, End, ReplyRecord, Tokens, event_of
+from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX
+from service.cli.connection import with_connection
+from service.cli.running import run
+from service.client import Client
+from service.errors import RequestFailed
+
+_SAMPLING = "Sampling"
+
+
+@with_connection
+def submit(
+    connection: KafkaConnection,
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    tier: Annotated[str, typer.Option(help="The lane: interactive, standard or batch.")] = "standard",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a user's message, put into the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system's message.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line per event.")] = False,
+    tenant: Annotated[str | None, typer.Option(help="Who pays.")] = None,
+    priority: Annotated[int | None, typer.Option(help="0 to 9 inside the lane; larger is more urgent.")] = None,
+    deadline: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="After it the answer is worthless, and generation stops.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Give up when nothing comes for so long.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="At most so many.", show_default="the tier's, 256", rich_help_panel=_SAMPLING)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.", show_default="1.0", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.", rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k likeliest.", rich_help_panel=_SAMPLING)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Only what has this share of the likeliest.", rich_help_panel=_SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same answer.", show_default="drawn", rich_help_panel=_SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel=_SAMPLING)
+    ] = None,
+    lane_prefix: Annotated[str, typer.Option(help="Lanes are PREFIX + tier.")] = DEFAULT_LANE_PREFIX,
+    reply_prefix: Annotated[str, typer.Option(help="Reply topics are PREFIX + id.")] = DEFAULT_REPLY_PREFIX,
+) -> None:
+    """Send a prompt and stream the answer.
+
+    Ctrl-C cancels the request. The exit status is 1 when the service answers with an error.
+
+    Example: carousel submit "Why is the sky blue?" --chat --tier interactive --temperature 0 --max-tokens 64
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    roles = [("system", system), ("user", text)]
+    messages = [{"role": role, "content": content} for role, content in roles if content is not None]
+    source: dict[str, Any] = {"messages": messages} if chat else {"prompt": text}
+    optional = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
+    fields = source | {name: value for name, value in optional.items() if value is not None}
+    routing = {"tier": tier, "tenant": tenant, "priority": priority, "deadline": deadline, "timeout": timeout}
+    client = Client(connection=connection, lane_prefix=lane_prefix, reply_prefix=reply_prefix, reply_topics=1)
+    run(_stream(client, fields | routing, as_json=as_json))
+
+
+async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:
+    async with client, client.stream(**request) as stream:
+        async for event in stream:
+            if as_json:
+                typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
+            else:
+                _show(event)
+        if stream.end is not None and (error := stream.end.error) is not None:
+            raise RequestFailed(error.code, error.message, error.retry_after_ms)
+
+
+def _show(event: ReplyRecord) -> None:
+    match event:
+        case Begin(restart=True):
+            typer.echo("\n[the answer starts over]", err=True)
+        case Tokens(choice=0):
+            typer.echo(event.text, nl=False)
+        case End():
+            typer.echo(event.tail.get(0, ""))

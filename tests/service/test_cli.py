@@ -1,0 +1,189 @@
+"""The command line, as a program."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from typer.testing import CliRunner
+
+from schemas.reasons import ErrorCode, FinishReason
+from schemas.records import End, ErrorInfo
+from service.broker import EmbeddedBroker
+from service.cli import app
+from tests.service.responder import Reply, Responder
+
+PROGRAM = [sys.executable, "-m", "service"]
+
+
+@asynccontextmanager
+async def _program(*arguments: str, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM,
+        *arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def _run(*arguments: str, **environment: str) -> tuple[int | None, str, str]:
+    async with _program(*arguments, **environment) as process, asyncio.timeout(30):
+        stdout, stderr = await process.communicate()
+        return process.returncode, stdout.decode(), stderr.decode()
+
+
+def _submit(responder: Responder, *arguments: str) -> list[str]:
+    bootstrap = responder.connection.bootstrap
+    return ["submit", *arguments, "--bootstrap", bootstrap, "--lane-prefix", responder.lane_prefix]
+
+
+def test_help_lists_every_command() -> None:
+    """The help names the commands, the worker too, without importing it."""
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in ("demo", "broker", "topics", "worker", "submit"):
+        assert re.search(rf"\b{name}\b", result.output)
+    assert "worker.cli" not in sys.modules
+
+
+def test_version() -> None:
+    """`--version` prints the distribution's version."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert re.fullmatch(r"carousel \d+\.\d+\.\d+\S*\n", result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--bootstrap", "nonsense"], "host:port"),
+        (["--bootstrap", "x:1", "--sasl-username", "me"], "security_protocol"),
+        (["--system", "be brief"], "--chat"),
+    ],
+)
+def test_options_that_cannot_be(arguments: list[str], sentence: str) -> None:
+    """Connection options that do not fit together are a usage error that says what to do."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["submit", "x", *arguments])
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize("command", [["submit", "x"], ["topics", "create"]])
+def test_no_broker_is_one_sentence(command: list[str]) -> None:
+    """A Kafka that cannot be reached costs one line on stderr and the exit status 1."""
+    result = CliRunner().invoke(app, [*command, "--bootstrap", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("carousel: no Kafka at 127.0.0.1:1: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.broker
+async def test_broker_and_topics() -> None:
+    """`broker` prints `ready HOST:PORT` and its limits and stops cleanly on SIGTERM; `topics create` can be repeated."""
+    async with _program("broker", "--listen", "127.0.0.1:0") as process:
+        assert process.stdout is not None
+        ready = (await process.stdout.readline()).decode()
+        address = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", ready)
+        assert address
+        bootstrap = address[1]
+        status, stdout, _ = await _run("topics", "create", "--partitions", "2", CAROUSEL_BOOTSTRAP=bootstrap)
+        assert (status, stdout.split()[:2]) == (0, ["created", "prompts.interactive"])
+        status, stdout, _ = await _run("topics", "create", "--bootstrap", bootstrap)
+        assert (status, stdout.count("exists")) == (0, 6)
+        status, _, stderr = await _run("broker", "--listen", bootstrap)
+        assert (status, stderr) == (1, f"carousel: {bootstrap} is taken by another program\n")
+        process.send_signal(signal.SIGTERM)
+        _, stderr_bytes = await process.communicate()
+        assert process.returncode == 0
+        assert b"nothing after it stops" in stderr_bytes
+
+
+@pytest.mark.broker
+async def test_submit(responder: Responder) -> None:
+    """The answer is streamed to stdout as text, or as one JSON line per event."""
+    status, stdout, _ = await _run(*_submit(responder, "hello", "--max-tokens", "7", "--temperature", "0"))
+    assert (status, stdout) == (0, "hello\n")
+    assert responder.replies[0].fields == {"prompt": "hello", "max_tokens": 7, "temperature": 0.0}
+    status, stdout, _ = await _run(*_submit(responder, "hi", "--json", "--tier", "batch"))
+    events = [json.loads(line) for line in stdout.splitlines()]
+    assert [event["event"] for event in events if event["event"] != "tokens"] == ["begin", "end"]
+    assert "".join(event.get("text", "") for event in events) == "hi"
+    assert responder.replies[1].input.topic.endswith("batch")
+
+
+@pytest.mark.broker
+async def test_submit_chat(responder: Responder) -> None:
+    """With --chat the prompt is a user's message, after the system's."""
+
+    async def end(reply: Reply) -> None:
+        await reply.end(await reply.begin())
+
+    responder.script = end
+    await _run(*_submit(responder, "hello", "--chat", "--system", "be brief", "--stop", "a", "--stop", "b"))
+    assert responder.replies[0].fields == {
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+        "stop": ["a", "b"],
+    }
+
+
+@pytest.mark.broker
+async def test_submit_fails_with_a_sentence(responder: Responder) -> None:
+    """An answer that is an error, and a request that is wrong, give status 1 and the sentence."""
+
+    async def refuse(reply: Reply) -> None:
+        await reply.write(End(-1, FinishReason.ERROR, ErrorInfo(ErrorCode.MODEL_NOT_FOUND, "no such model")))
+
+    responder.script = refuse
+    status, _, stderr = await _run(*_submit(responder, "x"))
+    assert status == 1
+    assert stderr.endswith("carousel: model_not_found: no such model\n")
+    status, _, stderr = await _run(*_submit(responder, "x", "--top-p", "3"))
+    assert status == 1
+    assert "top_p" in stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_signal_cancels_submit(responder: Responder, number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM cancel the request and end the program without a traceback."""
+
+    async def until_cancelled(reply: Reply) -> None:
+        await reply.tokens(await reply.begin(), 0, [65])
+        await reply.cancelled.wait()
+        reply.forget()
+
+    responder.script = until_cancelled
+    async with _program(*_submit(responder, "x")) as process, asyncio.timeout(20):
+        assert process.stdout is not None
+        assert await process.stdout.read(1) == b"A"
+        process.send_signal(number)
+        _, stderr = await process.communicate()
+        assert process.returncode == 128 + number
+        assert b"Traceback" not in stderr
+        while not responder.cancels:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.broker
+async def test_worker_is_handed_its_arguments(broker: EmbeddedBroker) -> None:
+    """`carousel worker` is the worker's own command, its --help and its errors included."""
+    status, stdout, _ = await _run("worker", "--help")
+    assert status == 0
+    assert "--max-num-seqs" in stdout
+    status, _, stderr = await _run("worker", "--bootstrap", broker.bootstrap)
+    assert status != 0
+    assert "model" in stderr

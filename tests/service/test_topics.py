@@ -1,0 +1,50 @@
+"""Creating the topics of a deployment."""
+
+import uuid
+
+import pytest
+
+from schemas.connection import KafkaConnection
+from schemas.topics import CANCEL_TTL_MS
+from service.broker import EmbeddedBroker
+from service.errors import BrokerUnavailable
+from service.kafka import TopicAdmin
+from service.topics import create_topics, topic_plan
+
+
+def test_plan() -> None:
+    """Lanes have the partitions asked for, the others one, and control keeps cancels as long as they count."""
+    plan = {spec.name: spec for spec in topic_plan(partitions=7, lane_prefix="m.")}
+    assert {name: spec.partitions for name, spec in plan.items()} == {
+        "m.interactive": 7,
+        "m.standard": 7,
+        "m.batch": 7,
+        "m.control": 1,
+        "m.dlq": 1,
+        "usage": 1,
+    }
+    assert int(plan["m.control"].config["retention.ms"]) >= CANCEL_TTL_MS
+
+
+@pytest.mark.broker
+async def test_creates_what_is_missing(broker: EmbeddedBroker) -> None:
+    """The first call creates all, the second finds all; partitions are as asked for."""
+    connection = KafkaConnection(bootstrap=broker.bootstrap)
+    prefix = f"t{uuid.uuid4().hex[:8]}."
+    first = await create_topics(connection, lane_prefix=prefix)
+    second = await create_topics(connection, lane_prefix=prefix, partitions=3)
+    lanes = {prefix + name for name in ("interactive", "standard", "batch", "control", "dlq")}
+    assert lanes <= set(first.created)
+    assert second.created == ()
+    assert lanes < set(second.existed)
+    async with TopicAdmin(connection) as admin:
+        assert lanes <= await admin.list()
+        await admin.wait_for_leaders(sorted(lanes))
+        await admin.delete([*lanes, f"{prefix}never-was"])
+        assert not lanes & await admin.list()
+
+
+async def test_unreachable_broker_is_one_sentence() -> None:
+    """A refused connection names the address and the cause."""
+    with pytest.raises(BrokerUnavailable, match=r"no Kafka at 127\.0\.0\.1:1: .*refused|Connect call failed"):
+        await create_topics(KafkaConnection(bootstrap="127.0.0.1:1"))

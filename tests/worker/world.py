@@ -1,0 +1,154 @@
+"""A worker's server and engine on an in-memory broker: everything but Kafka and torch is the real code."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+
+from schemas.records import ReplyRecord, decode_reply
+from schemas.reply_log import ReplyLog
+from schemas.topics import DEFAULT_TIERS
+from worker.engine.fakes import ByteDetokenizer, FakeRunner
+from worker.engine.outputs import StepOutcome, StepPlan, StepRecord
+from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.loop import EngineLoop
+from worker.prepare import ModelFacts
+from worker.server import RequestServer, ServerConfig
+from worker.transport.memory import MemoryBroker, MemoryRecord, MemorySink, MemorySource
+
+LANE = "prompts.standard"
+EOS = 0
+VOCAB = 256
+
+
+class Bytes:
+    """A tokenizer of bytes. EOS is never part of a prompt."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(m["content"] for m in messages))
+
+    def new_detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer()
+
+
+class WallClock:
+    """Milliseconds since the broker's epoch, and seconds for the engine, moved by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+class StepRunner(FakeRunner):
+    """A FakeRunner that fails when told to, and remembers the seeds that it was given."""
+
+    failing: tuple[int, ...] = ()  # step numbers
+
+    def __init__(self, config: SchedulerConfig, vocab_size: int) -> None:
+        super().__init__(config, vocab_size)
+        self.seeds: list[int] = []
+
+    def execute(self, plan: StepPlan) -> StepOutcome:
+        self.seeds += [new.sampling.seed for new in plan.new]
+        if plan.step in self.failing:
+            raise RuntimeError("the model broke")
+        return super().execute(plan)
+
+
+class World:
+    """One lane, its broker, and workers that come and go.
+
+    `publish` puts a request on the lane, `worker()` runs a worker, `answer` reads a reply log by the reader rule.
+    """
+
+    def __init__(self, *, max_num_seqs: int = 8, num_blocks: int = 512) -> None:
+        self.broker = MemoryBroker()
+        for topic in (LANE, "prompts.dlq", "usage"):
+            self.broker.create(topic)
+        self.config = SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=64,
+            max_model_len=256,
+        )
+        self.clock = WallClock()
+        self.steps: list[StepRecord] = []
+        self.source = MemorySource(self.broker, "standard", LANE)
+
+    def publish(
+        self,
+        request_id: str,
+        *,
+        topic: bool = True,
+        headers: Sequence[tuple[str, bytes]] = (),
+        raw: bytes | None = None,
+        **body: object,
+    ) -> None:
+        if topic:
+            self.broker.create(f"replies.{request_id}")
+        fields = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True} | body
+        value = json.dumps(fields).encode() if raw is None else raw
+        named = [("correlation_id", request_id.encode()), ("reply_to", f"replies.{request_id}".encode())]
+        kind = [("content-type", b"application/json")]
+        self.broker.topics[LANE][0].append(MemoryRecord(b"key", value, [*kind, *named, *headers]))
+
+    @contextlib.asynccontextmanager
+    async def worker(self, name: str = "w1"):
+        """A worker that serves until the block is left; then it dies without a word."""
+        engine_config = self.config
+        runner = StepRunner(engine_config, VOCAB)
+        engine = EngineLoop(Scheduler(engine_config), runner, self.clock, self.steps.append)
+        async with contextlib.AsyncExitStack() as stack:
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            server = RequestServer(
+                ServerConfig(
+                    worker=name,
+                    tiers=DEFAULT_TIERS,
+                    reply_prefixes=("replies.",),
+                    forbidden_topics=frozenset([LANE, "prompts.dlq", "usage"]),
+                    default_reply_topic="replies.default",
+                    dlq_topic="prompts.dlq",
+                    usage_topic="usage",
+                ),
+                ModelFacts("fake", VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
+                engine,
+                MemorySink(self.broker),
+                {"standard": self.source},
+                tasks,
+                wall_ms=lambda: self.clock.seconds * 1000,
+            )
+            running = tasks.create_task(engine.run())
+            server.runner = runner  # for tests that break it
+            server.engine = engine
+            try:
+                yield server
+            finally:
+                await server.drain(0)
+                engine.stop()
+                await running
+
+    async def serve(self, server: RequestServer, timeout: float = 10) -> None:
+        """Delivers what was published and waits until nothing is in service."""
+        for delivery in self.source.deliveries():
+            server.deliver(delivery)
+        async with asyncio.timeout(timeout):
+            while server.num_calls:
+                await asyncio.sleep(0)
+
+    def records(self, topic: str) -> Iterator[tuple[int, ReplyRecord]]:
+        for offset, record in enumerate(self.broker.topics[topic][0]):
+            reply = decode_reply(record.headers, record.value)
+            if reply is not None:
+                yield offset, reply
+
+    def answer(self, request_id: str) -> ReplyLog:
+        seen = ReplyLog()
+        for offset, record in self.records(f"replies.{request_id}"):
+            seen.feed(offset, record)
+        return seen
