@@ -1,4 +1,4 @@
-"""Why a request ended, and what was wrong with it: the words of the wire. Standard library only (the engine uses them)."""
+"""Why a request ended, and what was wrong with it: the words of the wire. The engine uses them, so no library here."""
 
 from enum import StrEnum
 

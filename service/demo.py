@@ -154,7 +154,6 @@ class TierSummary:
 
     tier: str
     num_requests: int
-    num_prompt_tokens: int
     num_tokens: int
     ttft: float | None
     worst_ttft: float | None
@@ -172,7 +171,6 @@ def summarise(answers: Sequence[Answer]) -> list[TierSummary]:
             TierSummary(
                 tier,
                 len(mine),
-                sum(answer.num_prompt_tokens for answer in mine),
                 sum(len(answer.token_ids) for answer in mine),
                 statistics.median(ttfts) if ttfts else None,
                 max(ttfts, default=None),

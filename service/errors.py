@@ -7,13 +7,13 @@ class ServiceError(Exception):
     retriable = False
 
 
-class BrokerUnavailable(ServiceError):  # noqa: N818 - a state of the world
+class BrokerUnavailable(ServiceError):
     """Kafka cannot be reached, or refuses the connection. The message names the address and the client's reason."""
 
     retriable = True
 
 
-class BrokerFailed(ServiceError):  # noqa: N818
+class BrokerFailed(ServiceError):
     """The embedded broker is not installed, cannot have its address, or did not start."""
 
 
@@ -21,35 +21,35 @@ class AddressTaken(BrokerFailed):
     """Another program has the address that the embedded broker is to have."""
 
 
-class TopicsFailed(ServiceError):  # noqa: N818
+class TopicsFailed(ServiceError):
     """Topics were not created: not authorised, or refused by the broker. Names each topic and why."""
 
 
-class LaneMissing(ServiceError):  # noqa: N818
+class LaneMissing(ServiceError):
     """The lane's topic does not exist, or the caller may not see it."""
 
 
-class PublishFailed(ServiceError):  # noqa: N818
+class PublishFailed(ServiceError):
     """The request was not acknowledged. It may have reached Kafka: a cancel has been published for it."""
 
     retriable = True
 
 
-class StreamBroken(ServiceError):  # noqa: N818
+class StreamBroken(ServiceError):
     """The reply cannot be read any further: its log breaks the contract or is gone, or the reader has died."""
 
 
-class StreamClosed(ServiceError):  # noqa: N818
+class StreamClosed(ServiceError):
     """The stream was left, or its client closed, before the answer had ended."""
 
 
-class RequestTimeout(ServiceError, TimeoutError):  # noqa: N818
+class RequestTimeout(ServiceError, TimeoutError):
     """No event for `timeout` seconds, or nothing by the deadline. The request has been cancelled."""
 
     retriable = True
 
 
-class RequestFailed(ServiceError):  # noqa: N818
+class RequestFailed(ServiceError):
     """The service answered with an error (protocol.md 3): `code`, `message`, and when a retry makes sense."""
 
     def __init__(self, code: str, message: str, retry_after_ms: int | None = None) -> None:

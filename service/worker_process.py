@@ -16,7 +16,7 @@ from service.errors import ServiceError
 _STOP_S = 20.0  # for draining; then it is killed
 
 
-class WorkerFailed(ServiceError):  # noqa: N818
+class WorkerFailed(ServiceError):
     """The worker process ended. Says where its log is, and the log's end."""
 
 

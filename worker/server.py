@@ -18,7 +18,7 @@ from schemas.codec import ContentType, decode_map
 from schemas.dead_letters import dead_letter_headers
 from schemas.errors import DecodeError, RequestError, Unanswerable
 from schemas.headers import ReplyAddress, RequestHeaders, read_reply_address, read_request_headers
-from schemas.reasons import ErrorCode, FinishReason
+from schemas.reasons import FinishReason
 from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage, UsageRecord, encode_usage
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest, parse_request
@@ -32,11 +32,13 @@ from worker.telemetry import RequestSpan
 from worker.transport.attempt import Attempt, Verdict
 from worker.transport.protocols import Delivery, ReplySink, ReplyTopicGone, RequestSource
 
-LONG_VALUE_BYTES = 8192  # longer prompts are tokenised off the event loop
+LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
 PUBLISH_RETRY_S = 1.0
 SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
+
+_NO_HEADERS = RequestHeaders(priority=None, deadline_ms=None, content_type=ContentType.MSGPACK)  # until they are read
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +73,7 @@ class _Call:
     tier: Tier
     span: RequestSpan
     arrival: float  # on the engine's clock, when the record was published
-    headers: RequestHeaders = RequestHeaders(priority=None, deadline_ms=None, content_type=ContentType.MSGPACK)
+    headers: RequestHeaders = _NO_HEADERS
     request: PromptRequest | None = None
     prompt: Prompt | None = None
     seed: int = 0
@@ -209,17 +211,19 @@ class RequestServer:
         """Decodes, checks and tokenises. What is wrong with the request becomes `call.refusal`."""
         try:
             call.headers = read_request_headers(call.delivery.headers)
-            value = call.delivery.value
-            request = parse_request(decode_map(value, call.headers.content_type))
-            call.request = request
-            check_fields(request, self._model)
-            if value is not None and len(value) > LONG_VALUE_BYTES:
-                call.prompt = await asyncio.to_thread(tokenise, request, call.tier, self._model)
+            if len(call.delivery.value or b"") > LONG_VALUE_BYTES:
+                await asyncio.to_thread(self._decode, call)
             else:
-                call.prompt = tokenise(request, call.tier, self._model)
-            call.seed = self._seeds.getrandbits(SEED_BITS) if request.seed is None else request.seed
+                self._decode(call)
         except RequestError as e:
             call.refusal = e
+
+    def _decode(self, call: _Call) -> None:
+        """Sets request, prompt and seed. Raises RequestError."""
+        call.request = parse_request(decode_map(call.delivery.value, call.headers.content_type))
+        check_fields(call.request, self._model)
+        call.prompt = tokenise(call.request, call.tier, self._model)
+        call.seed = self._seeds.getrandbits(SEED_BITS) if call.request.seed is None else call.request.seed
 
     async def _answer(self, call: _Call) -> Outcome:
         """Attempts until an `end` is accepted, the caller is gone, or the record is no longer ours."""

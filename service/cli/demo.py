@@ -68,8 +68,27 @@ class _Demo:
         self._start = 0.0
 
     async def run(self, given: KafkaConnection | None) -> None:
-        """Everything in order. Raises typer.Exit(1) when an answer ended with an error, and ServiceError."""
+        """Everything in order. Raises ServiceError, and then leaves the folder with the logs."""
         folder = Path(tempfile.mkdtemp(prefix="carousel-demo-"))
+        keep = True
+        try:
+            steps = await self._run_in(folder, given)
+            self._report(steps)
+            if self._json_file is not None:
+                self._json_file.write_text(json.dumps(self._result(steps), ensure_ascii=False, indent=1))
+            keep = any(answer.failure is not None for answer in self._answers)
+        except asyncio.CancelledError:
+            keep = False
+            raise
+        finally:
+            if not keep:
+                shutil.rmtree(folder)
+        if keep:
+            failures = [answer.failure for answer in self._answers if answer.failure is not None]
+            raise ServiceError(f"{len(failures)} answers failed, the first: {failures[0]}; logs are in {folder}")
+
+    async def _run_in(self, folder: Path, given: KafkaConnection | None) -> list[dict[str, Any]]:
+        """Starts everything, fills the answers in, stops everything. The worker's step records."""
         step_log = folder / "steps.jsonl"
         async with contextlib.AsyncExitStack() as stack:
             connection, lane_prefix = await stack.enter_async_context(self._kafka(given))
@@ -84,14 +103,7 @@ class _Demo:
             client = await stack.enter_async_context(Client(connection=connection, lane_prefix=lane_prefix))
             with self._streams():
                 await self._ask(client, worker)
-        steps = [json.loads(line) for line in step_log.read_text().splitlines()]
-        self._report(steps)
-        if self._json_file is not None:
-            self._json_file.write_text(json.dumps(self._result(steps), ensure_ascii=False, indent=1))
-        failures = [answer.failure for answer in self._answers if answer.failure is not None]
-        if failures:
-            raise ServiceError(f"{len(failures)} answers failed, the first: {failures[0]}; logs are in {folder}")
-        shutil.rmtree(folder)
+        return [json.loads(line) for line in step_log.read_text().splitlines()]
 
     @contextlib.asynccontextmanager
     async def _kafka(self, given: KafkaConnection | None) -> AsyncIterator[tuple[KafkaConnection, str]]:
@@ -187,23 +199,23 @@ class _Demo:
             self._console.print(line + excerpt, markup=False, soft_wrap=True)
 
     def _report(self, steps: Sequence[dict[str, Any]]) -> None:
-        table = Table(title="what each tier got", title_justify="left")
-        table.add_column("tier")
-        for heading in ("requests", "prompt tokens", "tokens", "TTFT", "worst", "per token"):
-            table.add_column(heading, justify="right")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("tier", no_wrap=True)
+        for heading in ("requests", "tokens", "TTFT", "worst", "a token"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in summarise(self._answers):
             table.add_row(
                 Text(row.tier, _STYLES[row.tier]),
-                *(str(number) for number in (row.num_requests, row.num_prompt_tokens, row.num_tokens)),
+                *(str(number) for number in (row.num_requests, row.num_tokens)),
                 *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (row.ttft, row.worst_ttft)),
                 "-" if row.tpot is None else f"{row.tpot * 1000:.0f} ms",
             )
+        self._console.print()
         self._console.print(table)
+        self._console.print()
         width = min(self._console.width - 12, _MAX_CHART_WIDTH)
         chart = seats_chart(steps, max_num_seqs=self._max_num_seqs, width=width)
-        self._console.print(
-            f"seats over {len(steps)} steps: " + ", ".join(f"{tier[0].upper()} {tier}" for tier in TIERS)
-        )
+        self._console.print(f"seats in {len(steps)} steps: " + ", ".join(f"{tier[0].upper()} {tier}" for tier in TIERS))
         for line in chart:
             text = Text(line)
             for tier in TIERS:

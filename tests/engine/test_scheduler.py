@@ -101,14 +101,14 @@ def test_tokens_do_not_depend_on_chunking_or_company(budget: int) -> None:
     assert engine.text() == alone.text()
 
 
-def test_a_budget_below_the_seats_serves_the_most_urgent() -> None:
-    """When not every seat can decode, the most urgent do; the others go on when those have left."""
+def test_seats_beyond_the_budget_stay_empty() -> None:
+    """A seat is taken only if every step can give each seated one a token."""
     engine = Engine(max_num_seqs=3, max_num_batched_tokens=2)
     engine.add(make_request("a", prompt=1), make_request("b", prompt=1), make_request("urgent", prompt=1, priority=9))
     engine.run()
     ends = [event.request_id for event in engine.events if isinstance(event, FinishEvent)]
     assert ends == ["urgent", "a", "b"]
-    assert all(record.num_decode_tokens + record.num_prefill_tokens <= 2 for record in engine.records)
+    assert max(record.num_running for record in engine.records) == 2
 
 
 def test_admission_reserves_to_completion() -> None:

@@ -15,7 +15,7 @@ from schemas.errors import DecodeError
 from schemas.reasons import ErrorCode
 
 BOTH = pytest.mark.parametrize("content_type", list(ContentType))
-FUZZ = settings(max_examples=150, deadline=None, database=None)
+FUZZ = settings(max_examples=100, deadline=None, database=None)
 
 TEXT = st.text('ab"\\[,é\U0001f600', max_size=5)
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXT | st.floats(allow_nan=False, width=32)

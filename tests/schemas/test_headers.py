@@ -25,7 +25,7 @@ from schemas.records import InputRef
 SOURCE = InputRef("prompts.standard", 3, 17, 1000)
 FORBIDDEN = ("prompts.standard", "prompts.dlq", "replies.internal")
 TRACEPARENT = f"00-{'a' * 32}-{'1' * 16}-01"
-FUZZ = settings(max_examples=150, deadline=None, database=None)
+FUZZ = settings(max_examples=100, deadline=None, database=None)
 
 NAMES = (*CORRELATION_ID_NAMES, *REPLY_TO_NAMES, *REPLY_PARTITION_NAMES, "tenant", "priority", "deadline_ms",
          "content-type", "accept", "traceparent", "tracestate", "baggage")  # fmt: skip

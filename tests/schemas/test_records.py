@@ -37,7 +37,7 @@ from schemas.records import (
 )
 
 BOTH = pytest.mark.parametrize("content_type", list(ContentType))
-FUZZ = settings(max_examples=150, deadline=None, database=None)
+FUZZ = settings(max_examples=100, deadline=None, database=None)
 SOURCE = InputRef("prompts.standard", 3, 17, 1_700_000_000_000)
 LOGPROBS = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))), TokenLogprob(9, 0.0))
 RECORDS: list[ReplyRecord] = [

@@ -112,7 +112,7 @@ def test_after_the_end_only_the_oldest_input_is_kept() -> None:
     assert log.begin == begin()
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(st.data())
 def test_accepted_tokens_only_grow(data: st.DataObject) -> None:
     """Random attempts, retries and zombies interleaved: no accepted token is taken back or changed, but by a restart.

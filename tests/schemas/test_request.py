@@ -13,7 +13,7 @@ from schemas.errors import RequestError
 from schemas.reasons import ErrorCode
 from schemas.request import Message, PromptRequest, parse_request, to_fields
 
-FUZZ = settings(max_examples=150, deadline=None, database=None)
+FUZZ = settings(max_examples=100, deadline=None, database=None)
 
 
 def complaint(**fields: object) -> str:

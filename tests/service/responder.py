@@ -87,9 +87,10 @@ async def echo(reply: Reply) -> None:
 class Responder:
     """Runs `script` for every request on the lanes of `lane_prefix`; remembers requests and cancels."""
 
-    def __init__(self, connection: KafkaConnection, lane_prefix: str) -> None:
+    def __init__(self, connection: KafkaConnection, lane_prefix: str, *, num_partitions: int = 2) -> None:
         self.connection = connection
         self.lane_prefix = lane_prefix
+        self.num_partitions = num_partitions
         self.script: Script = echo
         self.replies: list[Reply] = []
         self.cancels: list[bytes] = []
@@ -97,11 +98,13 @@ class Responder:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Responder"]:
-        await create_topics(self.connection, lane_prefix=self.lane_prefix, partitions=2)
+        await create_topics(self.connection, lane_prefix=self.lane_prefix, partitions=self.num_partitions)
         options = self.connection.client_options()
         self._producer = AIOKafkaProducer(**options, retry_backoff_ms=20)
         self._consumer = AIOKafkaConsumer(**options, enable_auto_commit=False, fetch_max_wait_ms=20)
-        partitions = [TopicPartition(self.lane_prefix + lane, part) for lane in LANES for part in range(2)]
+        partitions = [
+            TopicPartition(self.lane_prefix + lane, part) for lane in LANES for part in range(self.num_partitions)
+        ]
         partitions.append(TopicPartition(self.lane_prefix + "control", 0))
         async with asyncio.TaskGroup() as tasks:
             await self._producer.start()

@@ -92,7 +92,7 @@ def test_no_broker_is_one_sentence(command: list[str]) -> None:
 
 @pytest.mark.broker
 async def test_broker_and_topics() -> None:
-    """`broker` prints `ready HOST:PORT` and its limits and stops cleanly on SIGTERM; `topics create` can be repeated."""
+    """`broker` prints `ready HOST:PORT` and its limits and stops on SIGTERM; `topics create` can be repeated."""
     async with _program("broker", "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         ready = (await process.stdout.readline()).decode()

@@ -31,10 +31,7 @@ from worker.engine.request import Request, Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """The limits of the engine, each at least 1 (else ValueError).
-
-    With a budget below the seats only the most urgent decode in a step; the others keep their seats and wait.
-    """
+    """The limits of the engine, each at least 1 (else ValueError). Seats beyond the token budget stay empty."""
 
     num_blocks: int  # in the KV pool
     block_size: int = 16  # tokens
@@ -201,13 +198,12 @@ class Scheduler:
             (decoding if seq.is_decoding else prefilling).append(seq)
         sequences: list[Sequence] = []
         scheduled: list[ScheduledSequence] = []
+        # The budget reaches everyone seated: a seat is taken only while budget is left, so at most one prefill is open.
         for seq in (*decoding, *prefilling):
-            if not budget:
-                break
             sequences.append(seq)
             scheduled.append(self._grant(seq, budget))
             budget -= scheduled[-1].num_tokens
-        num_decode_tokens = min(len(decoding), self.config.max_num_batched_tokens)
+        num_decode_tokens = len(decoding)
         admitted: list[Sequence] = []
         while budget and (head := self._fitting_head()) is not None:
             self._admit(head)
@@ -243,6 +239,7 @@ class Scheduler:
         """Gives a running sequence what is left of it to compute, at most budget tokens, and the blocks they need."""
         start, num_known = seq.num_computed, seq.num_tokens
         num_tokens = min(num_known - start, budget)
+        assert num_tokens > 0, f"sequence {seq.seq_id} has a seat and gets no token"
         end = start + num_tokens
         new_block_ids: list[int] = []
         num_missing = self._pool.blocks_for(end) - len(seq.block_ids)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from kernels.paged_attention import RaggedBatch, Workspace, paged_attention
 from kernels.store_kv import store_kv
@@ -139,3 +139,20 @@ class AttentionProbe:
         self.kv_shapes[layer] = (key.shape[1], key.shape[2])
         self.sliding_windows[layer] = sliding_window
         return torch.zeros_like(query)
+
+
+def forward(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, context: AttentionContext, sampling_tokens: Tensor
+) -> Tensor:
+    """Runs a model whose attention is ours on token_ids and positions, int64 [1, num_tokens].
+
+    Returns logits [1, num_sampling, vocab_size] of the tokens at `sampling_tokens`, int64 [num_sampling]: the output
+    head is a fifth of the weights of a small model, and only what is drawn from needs it.
+    """
+    return model(
+        input_ids=token_ids,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=sampling_tokens,
+        attention_context=context,
+    ).logits

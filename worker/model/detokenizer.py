@@ -56,30 +56,29 @@ class WindowDetokenizer:
         is_byte = self._is_byte.get(token_id)
         if is_byte is None:
             return ""
-        if is_byte:
-            text = "" if self._holds_bytes else self._take_held()
-            self._holds_bytes = True
-            self._held.append(token_id)
-            return text
-        text = self._take_held() if self._holds_bytes else ""
-        self._holds_bytes = False
+        text = self._release() if self._holds_bytes and not is_byte else ""
+        self._holds_bytes = is_byte
         self._held.append(token_id)
-        if len(self._held) < _MAX_HELD_TOKENS and self._added_text().endswith(_REPLACEMENT):
+        if is_byte:
+            return ""
+        added = self._added_text()
+        if added.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
             return text
-        return text + self._take_held()
+        return text + self._release(added)
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character becomes U+FFFD."""
-        return self._take_held()
+        return self._release()
 
     def _added_text(self) -> str:
         return self._decode(self._window + self._held)[len(self._window_text) :]
 
-    def _take_held(self) -> str:
-        """The text of the held tokens, which become the window."""
+    def _release(self, text: str | None = None) -> str:
+        """The text of the held tokens (`text`, if the caller knows it), which become the window."""
         if not self._held:
             return ""
-        text = self._added_text()
+        if text is None:
+            text = self._added_text()
         # This may cut a run of bytes, which then decodes to something else: the same in this window and the next.
         self._window = (self._window + self._held)[-_WINDOW_TOKENS:]
         self._window_text = self._decode(self._window)

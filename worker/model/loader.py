@@ -5,14 +5,23 @@ What our attention cannot serve is refused here, with the reason, not found out 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
 
-from worker.model.attention import ATTENTION, AttentionProbe
+from worker.model.attention import ATTENTION, AttentionProbe, forward
 from worker.model.errors import ModelError
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
@@ -102,49 +111,74 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def _load_pretrained(
     name: str, dtype: torch.dtype, report: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    is_folder = Path(name).is_dir()
+    if is_folder and not (Path(name) / "config.json").exists():
+        raise ModelError(f"the folder {name} holds no model: config.json is missing")
     try:
+        # The configuration first: what is not there or not for us is found out before anything big is read.
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         report("loading the tokenizer", 0.0)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         report("loading the weights", 0.1)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        with _quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=False)
     except OSError as error:
-        if Path(name).is_dir():
+        if is_folder:
             raise ModelError(f"the folder {name} holds no complete model: {error}") from error
         raise ModelError(
             f"model {name!r} is no folder, and cannot be had from the Hugging Face hub or its local cache. Check the "
             "name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`. "
             f"The hub said: {error}"
         ) from error
-    except ValueError as error:
-        raise ModelError(f"model {name!r} cannot be loaded: {error}") from error
+    except (ValueError, KeyError) as error:
+        # The first line says it; what follows may be the names of a hundred models.
+        raise ModelError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     report("ready", 1.0)
     return model, tokenizer
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars of the library's own: `progress` reports."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _probe(model: PreTrainedModel) -> AttentionProbe:
     """Runs one forward that records what every attention layer asks for. Raises ModelError if we cannot give it."""
     probe = AttentionProbe()
-    with torch.inference_mode():
-        ids = torch.zeros(1, 2, dtype=torch.int64)
-        try:
-            model(input_ids=ids, position_ids=torch.arange(2)[None], use_cache=False, attention_context=probe)
-        except ModelError as error:
-            raise ModelError(_cannot_serve(model, str(error))) from error
-        except TypeError as error:
-            raise ModelError(_cannot_serve(model, f"its forward does not take our arguments ({error})")) from error
-    config = model.config.get_text_config()
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        with torch.inference_mode():
+            logits = forward(model, ids, torch.arange(2)[None], probe, torch.tensor([1]))
+    except Exception as error:
+        reason = str(error) if isinstance(error, ModelError) else f"a trial run failed ({error!r})"
+        raise ModelError(_cannot_serve(model, reason)) from error
+    if reason := _not_served(model.config.get_text_config(), probe, logits):
+        raise ModelError(_cannot_serve(model, reason))
+    return probe
+
+
+def _not_served(config: PreTrainedConfig, probe: AttentionProbe, logits: torch.Tensor) -> str | None:
+    """Why what the probe saw cannot be served, or None."""
     num_layers = config.num_hidden_layers
     if sorted(probe.kv_shapes) != list(range(num_layers)) or probe.num_calls != num_layers:
-        reason = f"{len(probe.kv_shapes)} of its {num_layers} layers use the attention interface"
-        raise ModelError(_cannot_serve(model, reason))
+        return f"{len(probe.kv_shapes)} of its {num_layers} layers use the attention interface of transformers"
     if len(set(probe.kv_shapes.values())) > 1:
-        raise ModelError(_cannot_serve(model, "its layers have KV heads of different shapes"))
+        return "its layers have KV heads of different shapes"
     if getattr(config, "attention_chunk_size", None):
-        raise ModelError(_cannot_serve(model, "it uses chunked local attention"))
+        return "it uses chunked local attention"
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if kind == "sliding_attention" and probe.sliding_windows[layer] is None:
-            raise ModelError(_cannot_serve(model, f"layer {layer} does not say how far its sliding window reaches"))
-    return probe
+            return f"layer {layer} does not say how far its sliding window reaches"
+    if logits.shape[:2] != (1, 1):
+        return "its output head cannot be limited to some tokens"
+    return None
 
 
 def _cannot_serve(model: PreTrainedModel, reason: str) -> str:

@@ -1,13 +1,11 @@
 """Executes plans with torch: one forward per step for the whole mixed batch."""
 
-import inspect
-
 import torch
 from torch import Tensor
 
 from kernels.paged_attention import Workspace
 from worker.engine.outputs import StepOutcome, StepPlan
-from worker.model.attention import PagedContext
+from worker.model.attention import PagedContext, forward
 from worker.model.errors import RunnerError
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
@@ -36,7 +34,6 @@ class TorchRunner:
         self._cache = KVCache(num_blocks, model.num_layers, block_size, *heads, model.dtype)
         self._workspace = Workspace(model.max_model_len, block_size, *heads, model.dtype)
         self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size)
-        self._selects_logits = "logits_to_keep" in inspect.signature(model.model.forward).parameters
 
     @property
     def cache(self) -> KVCache:
@@ -66,22 +63,13 @@ class TorchRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """float32 logits [num_sampling, vocab_size], of the tokens that are drawn from."""
-        sampling_tokens = torch.from_numpy(inputs.sampling_tokens)
-        # Only what is drawn from goes through the output head: a fifth of the weights of a small model.
-        selection = {"logits_to_keep": sampling_tokens} if self._selects_logits else {}
-        logits = self._model(
-            input_ids=torch.from_numpy(inputs.token_ids)[None],
-            position_ids=torch.from_numpy(inputs.positions)[None],
-            use_cache=False,
-            attention_context=PagedContext(
-                self._cache,
-                self._workspace,
-                inputs.attention,
-                torch.from_numpy(inputs.block_ids),
-                torch.from_numpy(inputs.offsets),
-            ),
-            **selection,
-        ).logits[0]
-        if not self._selects_logits:
-            logits = logits[sampling_tokens]
-        return logits.float()
+        context = PagedContext(
+            self._cache,
+            self._workspace,
+            inputs.attention,
+            torch.from_numpy(inputs.block_ids),
+            torch.from_numpy(inputs.offsets),
+        )
+        token_ids, positions = torch.from_numpy(inputs.token_ids)[None], torch.from_numpy(inputs.positions)[None]
+        logits = forward(self._model, token_ids, positions, context, torch.from_numpy(inputs.sampling_tokens))
+        return logits[0].float()

@@ -1,6 +1,7 @@
 """Text to tokens: a thin cover over a transformers tokenizer."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,6 +19,9 @@ class Tokenizer:
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         tokens = {i: token for token, i in tokenizer.get_vocab().items() if i not in special}
         decoder = _decoder_types(tokenizer)
+        # Special tokens never reach it, and transformers' cover over the Rust decoder costs more than the decoding.
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._decode_text: Callable[[list[int]], str] = self.decode if backend is None else backend.decode
         self._token_bytes: list[bytes] | None = None
         self._is_byte: dict[int, bool] = {}
         if decoder == ["ByteLevel"]:
@@ -51,7 +55,7 @@ class Tokenizer:
         """A detokeniser for one choice."""
         if self._token_bytes is not None:
             return ByteDetokenizer(self._token_bytes)
-        return WindowDetokenizer(self.decode, self._is_byte)
+        return WindowDetokenizer(self._decode_text, self._is_byte)
 
 
 def _decoder_types(tokenizer: PreTrainedTokenizerBase) -> list[str]:

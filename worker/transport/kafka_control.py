@@ -8,7 +8,7 @@ import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from schemas.errors import DecodeError
+from schemas.errors import RequestError
 from schemas.records import Cancel, decode_control
 from schemas.topics import CANCEL_TTL_MS
 from worker.transport.kafka_connections import KafkaConnections
@@ -63,7 +63,7 @@ class KafkaControl:
                 continue
             try:
                 cancel = decode_control(record.headers, record.value)
-            except DecodeError as e:
+            except RequestError as e:
                 log.warning("control.undecodable", offset=record.offset, error=str(e))
                 continue
             if cancel is not None:

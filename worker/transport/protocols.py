@@ -57,7 +57,8 @@ class ReplySink(Protocol):
     async def read(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
         """Reads this request's records in the reply log, from `start` up to and with `until`, by the reader rule.
 
-        `until` None: up to where the log ends now. Raises ReplyTopicGone, and ProtocolError when the log breaks the contract.
+        `until` None: up to where the log ends now. Raises ReplyTopicGone, and ProtocolError when the log breaks the
+        contract.
         """
         ...
 

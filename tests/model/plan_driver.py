@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Sequence
+from typing import Self
 
 from worker.engine.outputs import NewSequence, SampledToken, SamplingParams, ScheduledSequence, StepPlan
+from worker.model.loader import LoadedModel
 from worker.model.runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -20,6 +22,15 @@ class PlanDriver:
         self._free_blocks = list(range(num_blocks))
         random.Random(0).shuffle(self._free_blocks)
         self._step = 0
+
+    @classmethod
+    def on(
+        cls, model: LoadedModel, *, max_num_seqs: int, budget: int, num_blocks: int = 300, block_size: int = 16
+    ) -> Self:
+        """A driver of a new runner whose KV cache is poisoned wherever it was not written."""
+        runner = TorchRunner(model, num_blocks, block_size, max_num_seqs, budget)
+        runner.cache.blocks.fill_(float("nan"))
+        return cls(runner, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[SamplingParams] | None = None

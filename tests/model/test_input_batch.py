@@ -1,0 +1,116 @@
+import numpy as np
+import pytest
+
+from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from worker.model.input_batch import InputBatch
+from worker.model.sampler import uniforms
+
+SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=-1, logprobs=2)
+
+
+def make_batch() -> InputBatch:
+    return InputBatch(max_num_seqs=2, max_model_len=10, block_size=4)
+
+
+def make_sequence(seq_id: int, token_ids: tuple[int, ...], num_prompt_tokens: int | None = None) -> NewSequence:
+    return NewSequence(seq_id, token_ids, num_prompt_tokens or len(token_ids), choice=1, sampling=SAMPLING)
+
+
+def make_plan(step: int, *scheduled: ScheduledSequence, new: tuple = (), removed: tuple = ()) -> StepPlan:
+    return StepPlan(step, removed, new, scheduled)
+
+
+def test_a_mixed_step_is_flattened_by_length():
+    """A decode and a chunk become one batch, decode first, each token with its position and slot."""
+    batch = make_batch()
+    new = (make_sequence(5, (1, 2, 3, 4, 5, 6)), make_sequence(6, (7, 8), num_prompt_tokens=1))
+    plan = make_plan(0, ScheduledSequence(5, 0, 5, (9, 3), False), ScheduledSequence(6, 1, 1, (2,), True), new=new)
+    batch.update(plan)
+    inputs = batch.prepare(plan)
+    assert inputs.token_ids.tolist() == [8, 1, 2, 3, 4, 5]
+    assert inputs.positions.tolist() == [1, 0, 1, 2, 3, 4]
+    assert inputs.block_ids.tolist() == [2, 9, 9, 9, 9, 3]
+    assert inputs.offsets.tolist() == [1, 0, 1, 2, 3, 0]
+    assert inputs.attention.query_lens.tolist() == [1, 5]
+    assert inputs.attention.context_lens.tolist() == [2, 5]
+    assert inputs.attention.block_tables[1].tolist() == [9, 3]
+    assert inputs.sampling_seq_ids == (6,)
+    assert inputs.sampling_tokens.tolist() == [0]
+
+
+def test_sampling_columns_follow_their_sequence():
+    """A row draws with its own parameters; the noise counts the tokens that its choice has generated."""
+    batch = make_batch()
+    plan = make_plan(0, ScheduledSequence(6, 0, 3, (0,), True), new=(make_sequence(6, (7, 8, 9), num_prompt_tokens=1),))
+    batch.update(plan)
+    sampling = batch.prepare(plan).sampling
+    assert sampling.temperature.tolist() == [0.5]
+    assert (sampling.top_k[0], sampling.top_p[0], sampling.num_logprobs[0]) == (3, 0.9, 2)
+    assert sampling.min_p[0] == np.float32(0.1)
+    want = uniforms(*(np.array([x], np.uint64) for x in (2**64 - 1, 1, 2)))  # seed -1, choice 1, two tokens so far
+    assert sampling.uniform.tolist() == want.tolist()
+
+
+def test_rows_grow_and_are_used_again():
+    """Drawn tokens and new blocks extend a row; a removed sequence leaves its row, blocks forgotten, to the next."""
+    batch = make_batch()
+    first = make_plan(0, ScheduledSequence(1, 0, 4, (0,), True), new=(make_sequence(1, (1, 2, 3, 4)),))
+    batch.update(first)
+    batch.append(1, 50)
+    second = make_plan(1, ScheduledSequence(1, 4, 1, (7,), True))
+    batch.update(second)
+    inputs = batch.prepare(second)
+    assert (inputs.token_ids.tolist(), inputs.block_ids.tolist()) == ([50], [7])
+    new = (make_sequence(2, (9,)), make_sequence(3, (8,)))
+    third = make_plan(
+        2, ScheduledSequence(2, 0, 1, (4,), True), ScheduledSequence(3, 0, 1, (5,), True), new=new, removed=(1,)
+    )
+    batch.update(third)
+    inputs = batch.prepare(third)
+    assert inputs.token_ids.tolist() == [9, 8]
+    assert inputs.block_ids.tolist() == [4, 5]
+
+
+def test_a_plan_taken_in_twice_counts_once():
+    """A step that is tried again opens no row and adds no block a second time."""
+    batch = make_batch()
+    plan = make_plan(0, ScheduledSequence(1, 0, 2, (3,), True), new=(make_sequence(1, (1, 2)),))
+    batch.update(plan)
+    batch.update(plan)
+    assert batch.prepare(plan).block_ids.tolist() == [3, 3]
+
+
+def test_a_row_may_be_filled_to_the_models_limit():
+    """The token that fills the context is taken in; the one after it has no place and is dropped."""
+    batch = make_batch()
+    plan = make_plan(0, ScheduledSequence(1, 0, 9, (0, 1, 2), True), new=(make_sequence(1, tuple(range(9))),))
+    batch.update(plan)
+    batch.append(1, 9)
+    batch.append(1, 10)
+    last = make_plan(1, ScheduledSequence(1, 9, 1, (), True))
+    batch.update(last)
+    assert batch.prepare(last).token_ids.tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "message"),
+    [
+        (ScheduledSequence(1, 0, 3, (0,), True), "not known"),
+        (ScheduledSequence(1, 0, 1, (0,), True), "before its last token"),
+        (ScheduledSequence(1, 0, 2, (), True), "without blocks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_rows_is_an_error(scheduled, message):
+    """Scheduler and runner count alike, or the step does not run."""
+    batch = make_batch()
+    plan = make_plan(0, scheduled, new=(make_sequence(1, (1, 2)),))
+    batch.update(plan)
+    with pytest.raises(AssertionError, match=message):
+        batch.prepare(plan)
+
+
+def test_more_sequences_than_rows_is_an_error():
+    """The runner has as many rows as there are seats."""
+    batch = make_batch()
+    with pytest.raises(AssertionError, match="more sequences than rows"):
+        batch.update(make_plan(0, new=tuple(make_sequence(i, (1,)) for i in range(3))))

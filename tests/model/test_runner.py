@@ -1,0 +1,156 @@
+import pytest
+import torch
+
+from tests.model.plan_driver import GREEDY, PlanDriver
+from tests.model.reference import random_prompts, token_ids
+from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from worker.model.errors import RunnerError
+from worker.model.loader import LoadedModel, load_model
+from worker.model.runner import TorchRunner
+
+SEEDED = [
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=2),
+    SamplingParams(temperature=1.5, top_k=20, seed=3),
+    SamplingParams(temperature=1.0, min_p=0.05, seed=4, logprobs=3),
+    GREEDY,
+]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LoadedModel:
+    return load_model("tiny")
+
+
+def run_alone(model: LoadedModel, prompt: list[int], max_tokens: int, sampling: SamplingParams) -> list[int]:
+    driver = PlanDriver.on(model, max_num_seqs=1, budget=1000)
+    return token_ids(driver.generate([prompt], max_tokens, [sampling])[0])
+
+
+def make_step(
+    step: int,
+    seq_id: int,
+    token_ids: list[int],
+    num_prompt_tokens: int,
+    *,
+    blocks: tuple[int, ...],
+    removed: tuple = (),
+) -> StepPlan:
+    new = NewSequence(seq_id, tuple(token_ids), num_prompt_tokens, 0, SEEDED[0])
+    return StepPlan(step, removed, (new,), (ScheduledSequence(seq_id, 0, len(token_ids), blocks, True),))
+
+
+def test_seeded_tokens_do_not_depend_on_company(tiny):
+    """With a seed, a sequence gets the same tokens alone in one piece and among others in chunks."""
+    prompts = random_prompts([3, 40, 77, 16, 25], 256)
+    together = PlanDriver.on(tiny, max_num_seqs=5, budget=30).generate(prompts, 12, SEEDED)
+    for prompt, sampling, tokens in zip(prompts, SEEDED, together, strict=True):
+        assert token_ids(tokens) == run_alone(tiny, prompt, 12, sampling)
+
+
+def test_choices_and_seeds_differ(tiny):
+    """Another seed gives other tokens, and so does another choice of the same request."""
+    (prompt,) = random_prompts([10], 256)
+    runner = TorchRunner(tiny, 40, 16, 30, 512)
+    hot = [SamplingParams(temperature=3.0, seed=seed) for seed in (1, 1, 2)]
+    new = tuple(
+        NewSequence(i, tuple(prompt), 10, choice, sampling)
+        for i, (choice, sampling) in enumerate(zip((0, 1, 0), hot, strict=True))
+    )
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in range(8):
+        start, count = (0, 10) if step == 0 else (9 + step, 1)
+        scheduled = [
+            ScheduledSequence(i, start, count, (2 * i, 2 * i + 1) if step == 0 else (), True) for i in range(3)
+        ]
+        outcome = runner.execute(StepPlan(step, (), new if step == 0 else (), tuple(scheduled)))
+        for i, token in outcome.tokens.items():
+            tokens[i].append(token.token_id)
+    assert len({tuple(t) for t in tokens.values()}) == 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED[0]], ids=["greedy", "seeded"])
+def test_a_sequence_that_comes_back_goes_on_as_before(tiny, sampling):
+    """Removed after some tokens and opened again with them, as after preemption, it draws what it would have drawn."""
+    (prompt,) = random_prompts([21], 256)
+    want = run_alone(tiny, prompt, 10, sampling)
+    runner = TorchRunner(tiny, 10, 16, 1, 512)
+    got: list[int] = []
+    for step in range(10):
+        known = (*prompt, *got)
+        new = NewSequence(step, known, len(prompt), 0, sampling)
+        scheduled = ScheduledSequence(step, 0, len(known), (step % 3, 5 + step % 2), True)
+        removed = (step - 1,) if step else ()
+        outcome = runner.execute(StepPlan(step, removed, (new,), (scheduled,)))
+        got.append(outcome.tokens[step].token_id)
+    assert got == want
+
+
+def test_logits_that_are_not_finite_end_one_sequence_only():
+    """RunnerError names the sequence and carries the others' tokens; its blocks do no harm to who gets them next."""
+    model = load_model("tiny")
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[200] = torch.nan
+    prompts = [[1, 2, 3], [4, 200, 6], [7, 8, 9, 10]]
+    runner = TorchRunner(model, 3, 16, 3, 512)
+    new = tuple(NewSequence(i, tuple(prompt), len(prompt), 0, GREEDY) for i, prompt in enumerate(prompts))
+    scheduled = tuple(ScheduledSequence(i, 0, len(prompt), (i,), True) for i, prompt in enumerate(prompts))
+    with pytest.raises(RunnerError, match="not finite for sequence 1") as caught:
+        runner.execute(StepPlan(0, (), new, scheduled))
+    assert caught.value.seq_ids == (1,)
+    good = {i: token.token_id for i, token in caught.value.outcome.tokens.items()}
+    assert good == {i: run_alone(model, prompts[i], 1, GREEDY)[0] for i in (0, 2)}
+    plan = StepPlan(
+        1,
+        (1,),
+        (NewSequence(3, (11, 12), 2, 0, GREEDY),),
+        (ScheduledSequence(3, 0, 2, (1,), True), ScheduledSequence(0, 3, 1, (), True)),
+    )
+    tokens = runner.execute(plan).tokens
+    assert tokens[3].token_id == run_alone(model, [11, 12], 1, GREEDY)[0]
+    assert tokens[0].token_id == run_alone(model, prompts[0], 2, GREEDY)[1]
+
+
+def test_a_step_that_failed_can_be_tried_again(tiny, monkeypatch):
+    """After an error in the forward the same plan gives what it would have given."""
+    (prompt,) = random_prompts([5], 256)
+    runner = TorchRunner(tiny, 4, 16, 1, 512)
+    plan = make_step(0, 1, prompt, 5, blocks=(2,))
+    with monkeypatch.context() as patch:
+        patch.setattr("worker.model.runner.sample", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runner.execute(plan)
+    assert runner.execute(plan).tokens[1].token_id == run_alone(tiny, prompt, 1, SEEDED[0])[0]
+
+
+def test_steps_without_samples_or_tokens(tiny):
+    """A step of chunks that are not the last ones draws nothing, and a step that only removes computes nothing."""
+    runner = TorchRunner(tiny, 4, 16, 1, 512)
+    new = NewSequence(1, (1, 2, 3, 4), 4, 0, GREEDY)
+    assert runner.execute(StepPlan(0, (), (new,), (ScheduledSequence(1, 0, 2, (0,), False),))).tokens == {}
+    assert runner.execute(StepPlan(1, (1,), (), ())).tokens == {}
+
+
+def test_only_the_named_blocks_change(tiny):
+    """A step writes the slots of its tokens and leaves every other byte of the KV cache alone."""
+    runner = TorchRunner(tiny, 6, 16, 1, 512)
+    runner.cache.blocks.fill_(7.0)
+    runner.execute(make_step(0, 1, [1, 2, 3], 3, blocks=(4,)))
+    assert (runner.cache.blocks[[0, 1, 2, 3, 5]] == 7.0).all()
+    assert (runner.cache.blocks[4, :, :, 3:] == 7.0).all()
+    assert (runner.cache.blocks[4, :, :, :3] != 7.0).all()
+
+
+def test_a_plan_above_the_budget_is_an_error(tiny):
+    """The scheduler keeps the token budget; the runner holds it to that."""
+    runner = TorchRunner(tiny, 6, 16, 1, 4)
+    with pytest.raises(AssertionError, match="token budget"):
+        runner.execute(make_step(0, 1, [1] * 5, 5, blocks=(0,)))
+
+
+def test_half_precision_runs():
+    """The same model in bfloat16 generates, with a KV cache half the size."""
+    model = load_model("tiny", dtype="bfloat16")
+    assert model.bytes_per_token == load_model("tiny").bytes_per_token // 2
+    tokens = PlanDriver.on(model, max_num_seqs=4, budget=30).generate(random_prompts([5, 20, 33], 256), 4)
+    assert all(0 <= token.token_id < model.vocab_size for sequence in tokens for token in sequence)
