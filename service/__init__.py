@@ -1,0 +1,1 @@
+"""What callers touch: client, command line, embedded broker. Knows the contract (schemas), never the worker."""

@@ -24,7 +24,7 @@ class Client:
 
     bootstrap: HOST:PORT, several with commas; None takes CAROUSEL_BOOTSTRAP, else localhost:9092. Everything else about
     the connection comes from CAROUSEL_* variables, unless `connection` is given. `reply_topics` are kept ready, more
-    when there is demand. `tenant` is the default of every request. Entering raises BrokerUnavailable, and TopicsFailed
+    when there is demand. `tenant` is the default of every request. Entering raises BrokerUnavailable, and NotAuthorized
     when this user may not create reply topics.
     """
 

@@ -22,7 +22,11 @@ class AddressTaken(BrokerFailed):
 
 
 class TopicsFailed(ServiceError):
-    """Topics were not created: not authorised, or refused by the broker. Names each topic and why."""
+    """Topics were not created or deleted: the broker refused. Names each topic and why."""
+
+
+class NotAuthorized(ServiceError):
+    """This user may not create reply topics, or not write to the lane. The message names what is not allowed."""
 
 
 class LaneMissing(ServiceError):

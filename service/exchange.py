@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import structlog
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 
 from schemas.codec import DEFAULT_LIMITS, ContentType
 from schemas.connection import KafkaConnection
 from schemas.headers import write_request_headers
 from schemas.topics import control_topic
 from service.cancels import CancelPublisher
-from service.errors import LaneMissing, PublishFailed, StreamClosed
+from service.errors import LaneMissing, NotAuthorized, PublishFailed, StreamClosed
 from service.kafka import TopicAdmin, start_producer, stop_producer
 from service.reply_reader import ReplyFeed, ReplyReader
 from service.reply_topics import ReplyTopicPool
@@ -69,6 +69,7 @@ class Exchange:
             watch=self._reader.watch,
             unwatch=self._reader.unwatch,
         )
+        self.loop: asyncio.AbstractEventLoop  # this and the next two from the start on
         self._producer: AIOKafkaProducer
         self._cancels: CancelPublisher
         self._lanes: set[str] = set()  # those known to exist
@@ -78,7 +79,7 @@ class Exchange:
         self._resources = AsyncExitStack()
 
     async def start(self) -> None:
-        """Connects and creates the first reply topics. Raises BrokerUnavailable and TopicsFailed."""
+        """Connects and creates the first reply topics. Raises BrokerUnavailable, NotAuthorized and TopicsFailed."""
         self.loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             await self._admin.start()
@@ -109,8 +110,10 @@ class Exchange:
     async def open(self, call: Call) -> None:
         """Publishes the request, its reply topic being read already. Whatever happens, the caller leaves it later.
 
-        Raises LaneMissing, TopicsFailed, BrokerUnavailable, PublishFailed, StreamBroken and StreamClosed.
+        Raises LaneMissing, NotAuthorized, TopicsFailed, BrokerUnavailable, PublishFailed, StreamBroken, StreamClosed.
         """
+        if self._closed:
+            raise StreamClosed("the client has been closed")
         call.started_at = time.monotonic()
         self._calls.add(call)
         if call.lane not in self._lanes:
@@ -134,6 +137,8 @@ class Exchange:
         call.published = True
         try:
             await self._producer.send_and_wait(call.lane, call.value, key=call.key, headers=headers)
+        except TopicAuthorizationFailedError as error:
+            raise NotAuthorized(f"this user may not write to {call.lane}") from error
         except KafkaError as error:
             if call.left:
                 raise StreamClosed("the client has been closed") from error
@@ -159,7 +164,5 @@ class Exchange:
             if lane in self._lanes:
                 return
             if lane not in await self._admin.list():
-                raise LaneMissing(
-                    f"there is no lane {lane}, or none that this user may see; `carousel topics create` makes it"
-                )
+                raise LaneMissing(f"no lane {lane}, or none that this user may see; `carousel topics create` makes it")
             self._lanes.add(lane)

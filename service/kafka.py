@@ -15,6 +15,7 @@ import structlog
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
     KafkaConnectionError,
     KafkaError,
     LeaderNotAvailableError,
@@ -24,13 +25,15 @@ from aiokafka.errors import (
 )
 
 from schemas.connection import KafkaConnection
-from service.errors import BrokerUnavailable, TopicsFailed
+from service.errors import BrokerUnavailable, NotAuthorized, TopicsFailed
 
 log = structlog.get_logger(__name__)
 
 TOPIC_EXISTS = 36  # Kafka's error codes
-NOT_AUTHORIZED = frozenset({29, 31})  # for the topic, for the cluster
+AUTHORIZATION_ERRORS = frozenset({29, 31})  # for the topic, for the cluster
 UNKNOWN_TOPIC = 3
+_HOUR_MS = 3_600_000
+_NOT_AUTHORIZED = "not authorised"
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.02, 1.0
 
 
@@ -46,7 +49,8 @@ def explained(bootstrap: str) -> Iterator[None]:
     try:
         yield
     except (KafkaConnectionError, TimeoutError) as error:
-        raise BrokerUnavailable(f"no Kafka at {bootstrap}: {causes.message or error or 'no answer'}") from error
+        cause = causes.message.partition('": ')[2] or causes.message or str(error) or "no answer"
+        raise BrokerUnavailable(f"no Kafka at {bootstrap}: {cause}") from error
     finally:
         logger.removeHandler(causes)
 
@@ -63,7 +67,7 @@ class _LastMessage(logging.Handler):
 async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafkaProducer:
     """A started producer with acks=all: idempotent, or with a warning not, where the broker knows no such thing.
 
-    `options` go to AIOKafkaProducer. Raises BrokerUnavailable.
+    `options` go to AIOKafkaProducer. Raises BrokerUnavailable and NotAuthorized.
     """
     options = connection.client_options() | options
     for idempotent in (True, False):
@@ -71,6 +75,9 @@ async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafk
         try:
             with explained(connection.bootstrap):
                 await producer.start()
+        except ClusterAuthorizationFailedError as error:  # who may write to one topic may also be idempotent
+            await producer.stop()
+            raise NotAuthorized(f"this user may write to no topic at {connection.bootstrap}") from error
         except UnknownError:  # what the embedded broker answers to InitProducerId
             await producer.stop()
             if not idempotent:
@@ -122,7 +129,8 @@ class TopicAdmin:
 
     async def start(self) -> None:
         """Connects. Raises BrokerUnavailable."""
-        self._client = AIOKafkaAdminClient(**self._options, retry_backoff_ms=20)
+        # An admin client of 0.14 refreshes the metadata of all topics; what we ask for refreshes itself on errors.
+        self._client = AIOKafkaAdminClient(**self._options, retry_backoff_ms=20, metadata_max_age_ms=_HOUR_MS)
         try:
             with explained(self._bootstrap):
                 await self._client.start()
@@ -145,7 +153,7 @@ class TopicAdmin:
     async def create(self, specs: Sequence[TopicSpec]) -> frozenset[str]:
         """Creates `specs` in one call and returns the names that existed already.
 
-        Raises TopicsFailed for what the broker refuses, after creating the others, and BrokerUnavailable.
+        Raises NotAuthorized or TopicsFailed for what is refused, after creating the others, and BrokerUnavailable.
         """
         topics = {spec.name: _new_topic(spec) for spec in specs}
 
@@ -156,7 +164,7 @@ class TopicAdmin:
         return await self._each(list(topics), call, TOPIC_EXISTS, "create")
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Deletes topics in one call; one that is gone already is no error. Raises TopicsFailed, BrokerUnavailable."""
+        """Deletes topics in one call; one that is gone already is no error. Raises as `create` does."""
 
         async def call(client: AIOKafkaAdminClient, names: list[str]) -> list[tuple[str, int]]:
             return [(name, code) for name, code in (await client.delete_topics(names)).topic_error_codes]
@@ -183,8 +191,8 @@ class TopicAdmin:
                 error = for_code(code)
                 if code == done_before:
                     before.add(name)
-                elif code in NOT_AUTHORIZED:
-                    refused.setdefault("not authorised", []).append(name)
+                elif code in AUTHORIZATION_ERRORS:
+                    refused.setdefault(_NOT_AUTHORIZED, []).append(name)
                 elif code and error.retriable:
                     again = error()
                     continue
@@ -196,7 +204,8 @@ class TopicAdmin:
         await self._until_settled(attempt, f"{verb} topics")
         if refused:
             reasons = "; ".join(f"{why}: {_listed(which)}" for why, which in refused.items())
-            raise TopicsFailed(f"could not {verb} topics at {self._bootstrap}: {reasons}")
+            failure = NotAuthorized if refused.keys() == {_NOT_AUTHORIZED} else TopicsFailed
+            raise failure(f"could not {verb} topics at {self._bootstrap}: {reasons}")
         return frozenset(before)
 
     async def wait_for_leaders(self, names: Sequence[str]) -> None:
@@ -225,12 +234,13 @@ class TopicAdmin:
         self, attempt: Callable[[AIOKafkaAdminClient], Awaitable[KafkaError | None]], what: str
     ) -> None:
         """Repeats `attempt` while it raises or returns an error that passes with time."""
-        assert self._client is not None, "the admin client has not been started"
+        client = self._client
+        assert client is not None, "the admin client has not been started"
         end = time.monotonic() + self._patience
         backoff = _FIRST_BACKOFF_S
         while True:
             try:
-                error: Exception | None = await attempt(self._client)
+                error: Exception | None = await attempt(client)
             except (KafkaError, TimeoutError) as raised:
                 if isinstance(raised, KafkaError) and not raised.retriable:
                     raise TopicsFailed(f"could not {what}: {raised!r}") from raised
@@ -241,7 +251,7 @@ class TopicAdmin:
                 raise BrokerUnavailable(f"could not {what} at {self._bootstrap}: {error!r}") from error
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, _LAST_BACKOFF_S)
-            self._client._client.force_metadata_update()  # the controller may have moved; 0.14 does not look by itself
+            client._client.force_metadata_update()  # the controller may have moved; 0.14 does not look by itself
 
 
 def _new_topic(spec: TopicSpec) -> NewTopic:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from schemas.topics import REPLY_TOPIC_CONFIG
-from service.errors import ServiceError, StreamClosed
+from service.errors import ServiceError, StreamClosed, TopicsFailed
 from service.kafka import TopicAdmin, TopicSpec
 
 log = structlog.get_logger(__name__)
@@ -66,7 +66,7 @@ class ReplyTopicPool:
         return len(self._ready)
 
     async def start(self) -> None:
-        """Creates the first topics. Raises TopicsFailed when that is not authorised, and BrokerUnavailable."""
+        """Creates the first topics. Raises NotAuthorized, TopicsFailed and BrokerUnavailable."""
         await self._create(self._target)
         self._tasks = [
             asyncio.create_task(self._keep_ready(), name="reply topics: create"),
@@ -74,12 +74,9 @@ class ReplyTopicPool:
         ]
 
     async def lease(self) -> str:
-        """A topic for one request. Raises TopicsFailed or BrokerUnavailable when none can be created."""
+        """A topic for one request. Raises, as `start` does, when none can be created."""
         if self._closed:
             raise StreamClosed("the client is closed")
-        for task in self._tasks:
-            if task.done():
-                raise StreamClosed("reply topics are no longer kept") from task.exception()
         if self._ready:
             topic = self._ready.popleft()
             if self._missing():
@@ -106,15 +103,14 @@ class ReplyTopicPool:
         self._retiring.set()
 
     async def close(self, *, patience: float = 3.0) -> None:
-        """Deletes every topic, without grace, for up to `patience` s. The reader must have stopped."""
+        """Deletes every topic, without grace; a call may take `patience` s. The reader must have stopped."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_waiters(StreamClosed("the client has been closed"))
         try:
-            async with asyncio.timeout(patience):
-                await self._delete(sorted(self._existing))
+            await self._delete(sorted(self._existing), patience=patience)
         except (ServiceError, TimeoutError) as error:
             log.warning("reply_topics_left", num_topics=len(self._existing), reason=str(error) or "time-out")
 
@@ -132,9 +128,9 @@ class ReplyTopicPool:
             while (num_missing := self._missing()) > 0:
                 try:
                     await self._create(num_missing)
-                except ServiceError as error:  # the next lease tries again
-                    log.warning("reply_topics_not_created", reason=str(error))
-                    self._fail_waiters(error)
+                except Exception as error:  # the next lease tries again
+                    log.warning("reply_topics_not_created", reason=repr(error))
+                    self._fail_waiters(error if isinstance(error, ServiceError) else TopicsFailed(repr(error)))
                     break
 
     async def _create(self, num_topics: int) -> None:
@@ -172,13 +168,14 @@ class ReplyTopicPool:
             await asyncio.sleep(_UNWATCHED_S)
             try:
                 await self._delete(due)
-            except ServiceError as error:  # closing tries again
-                log.warning("reply_topics_not_deleted", num_topics=len(due), reason=str(error))
+            except Exception as error:  # closing tries again
+                log.warning("reply_topics_not_deleted", num_topics=len(due), reason=repr(error))
 
-    async def _delete(self, topics: Sequence[str]) -> None:
+    async def _delete(self, topics: Sequence[str], *, patience: float | None = None) -> None:
         for start in range(0, len(topics), _MAX_DELETED_AT_ONCE):
             batch = topics[start : start + _MAX_DELETED_AT_ONCE]
-            await self._admin.delete(batch)
+            async with asyncio.timeout(patience):
+                await self._admin.delete(batch)
             self._existing.difference_update(batch)
 
     def _fail_waiters(self, error: ServiceError) -> None:

@@ -53,7 +53,7 @@ async def create_topics(
 ) -> CreatedTopics:
     """Creates what is missing, in one call; what exists is left as it is, its partitions too.
 
-    `replication_factor` None is the broker's default. Raises TopicsFailed and BrokerUnavailable.
+    `replication_factor` None is the broker's default. Raises NotAuthorized, TopicsFailed and BrokerUnavailable.
     """
     plan = topic_plan(
         lanes=lanes, lane_prefix=lane_prefix, partitions=partitions, replication_factor=replication_factor

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "worker.transport": ("schemas", "worker.engine"),
     "worker.loop": ("schemas", "worker.engine"),
     "worker.prepare": ("schemas", "worker.engine"),
-    "worker.reply_progress": ("schemas", "worker.engine", "worker.loop"),
+    "worker.reply_progress": ("schemas", "worker.engine"),
     "worker.cancels": (),
     "worker.config": ("schemas",),
     "worker.telemetry": ("schemas",),

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from schemas.reasons import ErrorCode, FinishReason
-from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepPlan, StepRecord, TokenEvent
+from schemas.reasons import FinishReason
+from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepRecord, TokenEvent
 from worker.engine.protocols import Clock, Runner
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 
 MAX_IDLE_S = 1.0
+_STEP_FAILED = "the model failed while this request was running; the worker's log says how"
 log = structlog.get_logger(__name__)
 
 
@@ -122,8 +123,9 @@ class EngineLoop:
                 try:
                     outcome = await loop.run_in_executor(step_thread, self._runner.execute, plan)
                 except Exception:
+                    # Its requests end with an error, all others go on.
                     log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled))
-                    outcome = self._fail(plan)
+                    outcome = StepOutcome(plan.step, failed={s.seq_id: _STEP_FAILED for s in plan.scheduled})
                 self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
                 self._record()
 
@@ -135,13 +137,6 @@ class EngineLoop:
             await asyncio.wait_for(self._wake.wait(), wait)
         except TimeoutError:
             return
-
-    def _fail(self, plan: StepPlan) -> StepOutcome:
-        """The requests of a step that failed end with an error; all others go on."""
-        for request_id in dict.fromkeys(self._scheduler.request_of(s.seq_id) for s in plan.scheduled):
-            if request_id is not None:
-                self.cancel(request_id, FinishReason.ERROR)
-        return StepOutcome(plan.step)
 
     def _record(self) -> None:
         record = self._scheduler.last_record
@@ -165,9 +160,3 @@ class EngineLoop:
             if stream.finished:
                 del self._streams[event.request_id]
 
-
-def error_of(event: FinishEvent) -> tuple[ErrorCode, str]:
-    """What an ERROR finish tells the caller."""
-    if event.error is not None:
-        return event.error, event.message
-    return ErrorCode.INTERNAL, "the model failed while this request was running; the worker's log says how"

@@ -6,7 +6,6 @@ from schemas.reasons import FinishReason
 from schemas.records import ChoiceResult, End, ErrorInfo, Preemptions, Timing, TokenLogprob, Tokens, Usage
 from schemas.reply_log import ReplyLog
 from worker.engine.outputs import EngineEvent, SampledToken, TokenEvent
-from worker.loop import error_of
 
 
 @dataclass(slots=True)
@@ -58,9 +57,8 @@ class ReplyProgress:
         choice.finish_reason = event.reason
         choice.text.append(event.tail)
         choice.unwritten_text += event.tail
-        if event.reason is FinishReason.ERROR and self._error is None:
-            code, message = error_of(event)
-            self._error = ErrorInfo(code, message)
+        if event.error is not None and self._error is None:
+            self._error = ErrorInfo(event.error, event.message)
 
     def take_record(self, attempt: int) -> Tokens | None:
         """The next `tokens` record: all that is unwritten of the first choice that has something."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from schemas.reasons import FinishReason
+from schemas.reasons import ErrorCode, FinishReason
 from tests.engine.builders import Engine, ScriptedRunner, make_request
-from worker.engine.outputs import StepOutcome, TokenEvent
+from worker.engine.outputs import FinishEvent, SampledToken, StepOutcome, TokenEvent
 
 CANCELLED = FinishReason.CANCELLED
 
@@ -62,20 +62,23 @@ def test_row_22_cancel_in_flight_wins_over_the_outcome() -> None:
     engine.run()
 
 
-def test_a_failed_step_ends_with_an_empty_outcome() -> None:
-    """When all requests of a step are ended, its outcome needs no tokens: the way out of a runner's error."""
-    engine = make_engine()
-    engine.add(make_request("a"), make_request("b"))
-    assert engine.scheduler.request_of(0) is None
+def test_a_failed_sequence_takes_its_request_with_it() -> None:
+    """A choice that the runner lost ends its whole request with `internal`; the others of that step go on."""
+    engine = Engine(max_num_seqs=4)
+    engine.add(make_request("a", n=2), make_request("b", max_tokens=1))
     plan, _ = engine.scheduler.schedule(0.0)
     assert plan is not None
-    assert [engine.scheduler.request_of(part.seq_id) for part in plan.scheduled] == ["a"]
-    engine.cancel("a", FinishReason.ERROR)
-    assert engine.scheduler.request_of(0) is None
-    assert engine.scheduler.apply(StepOutcome(plan.step), 0.0) == []
-    engine.run()
-    assert engine.finish("a").reason is FinishReason.ERROR
-    assert engine.finish("b").reason is FinishReason.LENGTH
+    lost, sound = plan.scheduled[1].seq_id, plan.scheduled[2].seq_id
+    outcome = StepOutcome(plan.step, {plan.scheduled[0].seq_id: SampledToken(7), sound: SampledToken(8)}, {lost: "NaN"})
+    events = engine.scheduler.apply(outcome, 0.0)
+    ends = [(e.request_id, e.choice, e.reason, e.error, e.message) for e in events if isinstance(e, FinishEvent)]
+    assert ends == [
+        ("a", 0, FinishReason.ERROR, ErrorCode.INTERNAL, "NaN"),
+        ("a", 1, FinishReason.ERROR, ErrorCode.INTERNAL, "NaN"),
+        ("b", 0, FinishReason.LENGTH, None, ""),
+    ]
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.stats().num_blocks_used == 0
 
 
 def test_cancel_of_an_unknown_or_finished_request() -> None:

@@ -20,7 +20,7 @@ def byte_level() -> Tokenizer:
     """One token per byte, some merges that cut characters, special and plain added tokens, and an unused id."""
     alphabet = byte_level_alphabet()
     vocab = {char: byte for byte, char in alphabet.items()}
-    pieces = ["日".encode()[:2], "🎉".encode()[1:], "hello".encode(), b" \xff", "é!".encode()]
+    pieces = ["日".encode()[:2], "🎉".encode()[1:], b"hello", b" \xff", "é!".encode()]
     for piece in pieces:
         vocab["".join(alphabet[byte] for byte in piece)] = len(vocab)
     backend = Backend(models.BPE(vocab=vocab, merges=[]))

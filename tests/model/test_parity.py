@@ -1,4 +1,4 @@
-"""Greedy tokens of our runner against transformers' own generate: the model is the same, whatever we do to its batch."""
+"""Greedy tokens of our runner against transformers' own generate: same model, whatever we do to its batch."""
 
 import importlib.util
 from copy import deepcopy

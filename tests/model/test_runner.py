@@ -27,17 +27,9 @@ def run_alone(model: LoadedModel, prompt: list[int], max_tokens: int, sampling: 
     return token_ids(driver.generate([prompt], max_tokens, [sampling])[0])
 
 
-def make_step(
-    step: int,
-    seq_id: int,
-    token_ids: list[int],
-    num_prompt_tokens: int,
-    *,
-    blocks: tuple[int, ...],
-    removed: tuple = (),
-) -> StepPlan:
-    new = NewSequence(seq_id, tuple(token_ids), num_prompt_tokens, 0, SEEDED[0])
-    return StepPlan(step, removed, (new,), (ScheduledSequence(seq_id, 0, len(token_ids), blocks, True),))
+def first_step(seq_id: int, prompt: list[int], block_id: int) -> StepPlan:
+    new = NewSequence(seq_id, tuple(prompt), len(prompt), 0, SEEDED[0])
+    return StepPlan(0, (), (new,), (ScheduledSequence(seq_id, 0, len(prompt), (block_id,), True),))
 
 
 def test_seeded_tokens_do_not_depend_on_company(tiny):
@@ -60,9 +52,8 @@ def test_choices_and_seeds_differ(tiny):
     tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
     for step in range(8):
         start, count = (0, 10) if step == 0 else (9 + step, 1)
-        scheduled = [
-            ScheduledSequence(i, start, count, (2 * i, 2 * i + 1) if step == 0 else (), True) for i in range(3)
-        ]
+        blocks = [(2 * i, 2 * i + 1) if step == 0 else () for i in range(3)]
+        scheduled = [ScheduledSequence(i, start, count, blocks[i], True) for i in range(3)]
         outcome = runner.execute(StepPlan(step, (), new if step == 0 else (), tuple(scheduled)))
         for i, token in outcome.tokens.items():
             tokens[i].append(token.token_id)
@@ -115,7 +106,7 @@ def test_a_step_that_failed_can_be_tried_again(tiny, monkeypatch):
     """After an error in the forward the same plan gives what it would have given."""
     (prompt,) = random_prompts([5], 256)
     runner = TorchRunner(tiny, 4, 16, 1, 512)
-    plan = make_step(0, 1, prompt, 5, blocks=(2,))
+    plan = first_step(1, prompt, 2)
     with monkeypatch.context() as patch:
         patch.setattr("worker.model.runner.sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -135,7 +126,7 @@ def test_only_the_named_blocks_change(tiny):
     """A step writes the slots of its tokens and leaves every other byte of the KV cache alone."""
     runner = TorchRunner(tiny, 6, 16, 1, 512)
     runner.cache.blocks.fill_(7.0)
-    runner.execute(make_step(0, 1, [1, 2, 3], 3, blocks=(4,)))
+    runner.execute(first_step(1, [1, 2, 3], 4))
     assert (runner.cache.blocks[[0, 1, 2, 3, 5]] == 7.0).all()
     assert (runner.cache.blocks[4, :, :, 3:] == 7.0).all()
     assert (runner.cache.blocks[4, :, :, :3] != 7.0).all()
@@ -145,7 +136,7 @@ def test_a_plan_above_the_budget_is_an_error(tiny):
     """The scheduler keeps the token budget; the runner holds it to that."""
     runner = TorchRunner(tiny, 6, 16, 1, 4)
     with pytest.raises(AssertionError, match="token budget"):
-        runner.execute(make_step(0, 1, [1] * 5, 5, blocks=(0,)))
+        runner.execute(first_step(1, [1] * 5, 0))
 
 
 def test_half_precision_runs():

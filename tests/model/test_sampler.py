@@ -103,7 +103,7 @@ def test_draws_follow_the_distribution():
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_filters_keep_what_their_definition_keeps(data):
-    """top_k, then top_p of the rest, then min_p: alone and together, as their definitions written out token by token."""
+    """top_k, then top_p of the rest, then min_p: alone and together, as written out token by token."""
     size = data.draw(st.integers(2, 12))
     # Steps of a quarter from a shuffled ladder: no two weights are so near that rounding decides.
     logits = np.array(data.draw(st.permutations([0.25 * i for i in range(size)])))

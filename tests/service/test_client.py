@@ -362,6 +362,7 @@ async def test_closing_the_client_ends_its_streams(responder: Responder) -> None
     before = await _reply_topics(responder)
     client = Client(connection=responder.connection, lane_prefix=responder.lane_prefix)
     async with client:
+        unused = client.stream(prompt="x")
         waiting = [asyncio.create_task(client.complete(prompt="x")) for _ in range(20)]
         await _until(lambda: len(responder.replies) == 20)
     results = await asyncio.gather(*waiting, return_exceptions=True)
@@ -370,6 +371,8 @@ async def test_closing_the_client_ends_its_streams(responder: Responder) -> None
     assert await _reply_topics(responder) <= before
     with pytest.raises(StreamClosed):
         client.stream(prompt="x")
+    with pytest.raises(StreamClosed):
+        await anext(unused)
 
 
 async def test_reply_topics_are_deleted(responder: Responder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ class SampledToken:
 class StepOutcome:
     step: int
     tokens: dict[int, SampledToken] = field(default_factory=dict)  # seq_id -> token, for `samples` sequences
+    failed: dict[int, str] = field(default_factory=dict)  # seq_id -> what went wrong; its request ends with an error
 
 
 @dataclass(frozen=True, slots=True)

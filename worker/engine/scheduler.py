@@ -143,11 +143,6 @@ class Scheduler:
         """Drops a request that is another worker's now: like cancel, without events."""
         self._end(*self._unfinished.get(request_id, []))
 
-    def request_of(self, seq_id: int) -> str | None:
-        """The request of a sequence in the step in flight; None once it has ended. For the loop, when a step fails."""
-        sequences = self._flight.sequences if self._flight else ()
-        return next((s.request.request_id for s in sequences if s.seq_id == seq_id and _is_unfinished(s)), None)
-
     def schedule(self, now: float) -> tuple[StepPlan | None, list[EngineEvent]]:
         """Plans the next step at `now` (seconds, never back); None when there is nothing to run.
 
@@ -164,7 +159,8 @@ class Scheduler:
     def apply(self, outcome: StepOutcome, now: float) -> list[EngineEvent]:
         """Takes in the tokens of the step in flight; frees the seats and blocks of all that ended since its plan.
 
-        Asserts that the outcome belongs to that step and has a token for each choice that samples and goes on.
+        A failed sequence takes its whole request with it, with the error `internal`. Asserts that the outcome belongs
+        to that step and has a token for each other choice that samples and goes on.
         """
         flight = self._flight
         assert flight is not None, "no step is in flight"
@@ -173,6 +169,9 @@ class Scheduler:
         events: list[EngineEvent] = []
         for part, seq in zip(flight.plan.scheduled, flight.sequences, strict=True):
             if seq.status is SequenceStatus.LEAVING:
+                continue
+            if seq.seq_id in outcome.failed:
+                events += self._fail(seq.request.request_id, outcome.failed[seq.seq_id])
                 continue
             seq.num_computed += part.num_tokens
             if not part.samples:
@@ -281,6 +280,15 @@ class Scheduler:
             error=ErrorCode.EXCEEDS_KV_CAPACITY,
             message=message,
         )
+
+    def _fail(self, request_id: str, message: str) -> list[EngineEvent]:
+        sequences = self._unfinished[request_id]
+        events: list[EngineEvent] = [
+            FinishEvent(request_id, seq.choice, FinishReason.ERROR, seq.flush_text(), ErrorCode.INTERNAL, message)
+            for seq in sequences
+        ]
+        self._end(*sequences)
+        return events
 
     def _expire(self, now: float) -> list[EngineEvent]:
         """Ends every choice whose deadline has come, waiting or running."""

@@ -10,6 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
 
 class KVCache:
     """Keys and values of all layers. Its memory is touched as blocks are first written."""
@@ -63,13 +67,10 @@ def num_blocks_for_ram(
 
 def available_ram() -> int:
     """Bytes that can be allocated without swapping, within the limit of the control group if there is one."""
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    available = os.sysconf("SC_PHYS_PAGES") * page_bytes
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = (line.split() for line in meminfo.read_text().splitlines())
-        available = next(int(kibibytes) * 1024 for name, kibibytes, *_ in lines if name == "MemAvailable:")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        available = min(available, max(0, int(limit.read_text()) - int(used.read_text())))
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if _MEMINFO.exists():
+        fields = (line.split() for line in _MEMINFO.read_text().splitlines())
+        available = next(int(kibibytes) * 1024 for name, kibibytes, *_ in fields if name == "MemAvailable:")
+    if _CGROUP_LIMIT.exists() and (limit := _CGROUP_LIMIT.read_text().strip()) != "max":
+        available = min(available, max(0, int(limit) - int(_CGROUP_USED.read_text())))
     return available

@@ -1,7 +1,7 @@
 """The built-in model `tiny`: random, byte-level, made in process in a fraction of a second.
 
 It talks nonsense, but it is a real causal model with a real tokenizer and chat template: every path of the service
-runs on it, without a download. Its weights are the same everywhere.
+runs on it, without a download. Its weights come from a fixed seed.
 """
 
 import torch
