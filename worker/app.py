@@ -22,6 +22,8 @@ from worker.transport.kafka_control import KafkaControl
 from worker.transport.kafka_lane import KafkaLane
 from worker.transport.kafka_replies import KafkaReplies
 
+LEAVE_S = 10.0  # for the last commits; a broker that is away does not hold the end up
+
 log = structlog.get_logger(__name__)
 
 
@@ -93,6 +95,7 @@ class Worker:
                 topic,
                 connections.lane_consumer(f"{config.group_prefix}{topic}", f"carousel-worker-{config.worker}-{tier}"),
                 deliver=server.deliver,
+                lost=server.drop_lost,
                 committed=connections.committed,
                 max_outstanding=config.max_outstanding,
                 commit_interval=config.commit_interval,
@@ -112,7 +115,9 @@ class Worker:
         for lane in lanes.values():
             lane.stop()
         control.stop()
-        await asyncio.wait(consuming)  # each has committed and left its group
+        _, stuck = await asyncio.wait(consuming, timeout=LEAVE_S)  # each commits and leaves its group
+        for lane_task in stuck:
+            lane_task.cancel()
         self.engine.stop()
         log.info("worker.stopped", handed_over=left)
 

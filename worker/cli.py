@@ -75,8 +75,9 @@ def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
         kind = _flag_type(field.annotation)
         if kind is None:
             continue
+        flag = name.replace("_", "-")
         option = typer.Option(
-            f"--{name.replace('_', '-')}" if kind is not bool else f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}",
+            f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
             help=field.description,
             show_default=_shown_default(field),
             envvar=None,

@@ -35,7 +35,8 @@ class WorkerConfig(KafkaSettings):
     model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_ignore_empty=True)
 
     config: Path | None = Field(
-        None, description=f"TOML file with any of these settings, and a table per tier (tiers.NAME). Also {CONFIG_VARIABLE}."
+        None,
+        description=f"TOML file with any of these settings, and a table per tier (tiers.NAME). Also {CONFIG_VARIABLE}.",
     )
 
     model: str = Field(

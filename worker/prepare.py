@@ -53,11 +53,11 @@ def check_fields(request: PromptRequest, model: ModelFacts) -> None:
     """Refuses what cannot be served whatever the prompt. Raises RequestError."""
     for name, neutral in _NOT_YET.items():
         if getattr(request, name) != neutral:
-            raise RequestError(ErrorCode.INVALID_REQUEST, f"{name!r} is not implemented by this worker yet: leave it out")
+            message = f"{name!r} is not implemented by this worker yet: leave it out"
+            raise RequestError(ErrorCode.INVALID_REQUEST, message)
     if request.model is not None and request.model != model.name:
-        raise RequestError(
-            ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; this lane's model is {model.name!r}"
-        )
+        message = f"model {request.model!r} is not served here; this lane's model is {model.name!r}"
+        raise RequestError(ErrorCode.MODEL_NOT_FOUND, message)
     _check_vocabulary("stop_token_ids", request.stop_token_ids, model)
 
 
@@ -66,7 +66,8 @@ def tokenise(request: PromptRequest, tier: Tier, model: ModelFacts) -> Prompt:
     token_ids = _token_ids(request, model)
     room = model.max_model_len - len(token_ids)
     if not token_ids:
-        raise RequestError(ErrorCode.INVALID_REQUEST, "the prompt is empty, and this model has no BOS token to start from")
+        message = "the prompt is empty, and this model has no BOS token to start from"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message)
     if room < 1:
         raise RequestError(
             ErrorCode.PROMPT_TOO_LONG,
@@ -92,9 +93,8 @@ def _token_ids(request: PromptRequest, model: ModelFacts) -> tuple[int, ...]:
 def _check_vocabulary(field: str, token_ids: tuple[int, ...], model: ModelFacts) -> None:
     bad = next((t for t in token_ids if not 0 <= t < model.vocab_size), None)
     if bad is not None:
-        raise RequestError(
-            ErrorCode.INVALID_REQUEST, f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
-        )
+        message = f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message)
 
 
 def sampling_params(request: PromptRequest, seed: int) -> SamplingParams:

@@ -18,7 +18,7 @@ from schemas.codec import ContentType, decode_map
 from schemas.dead_letters import dead_letter_headers
 from schemas.errors import DecodeError, RequestError, Unanswerable
 from schemas.headers import ReplyAddress, RequestHeaders, read_reply_address, read_request_headers
-from schemas.reasons import FinishReason
+from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage, UsageRecord, encode_usage
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest, parse_request
@@ -157,6 +157,12 @@ class RequestServer:
             if call.engine_id:
                 self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
 
+    def drop_lost(self, lane: str) -> None:
+        """Partitions of a lane went elsewhere: their new owners go on with what ran here."""
+        for call, task in self._calls.items():
+            if call.delivery.lane == lane and not self._sources[lane].owns(call.delivery):
+                task.cancel()
+
     async def drain(self, timeout: float) -> int:
         """Waits until everything is answered, at most `timeout` seconds; drops the rest without an `end`, so that
         the next owner resumes it. Returns how many were dropped."""
@@ -188,17 +194,28 @@ class RequestServer:
 
     async def _outcome(self, call: _Call) -> Outcome:
         await self._prepare(call)
+        try:
+            return await self._settle(call)
+        except Exception as e:
+            # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
+            log.exception("request.failed", input=call.delivery.source.to_fields())
+            await self._bury(call.delivery, "internal", repr(e))
+        call.refusal = RequestError(ErrorCode.INTERNAL, "the worker failed at this request; its log says how")
+        call.must_begin = True
+        try:
+            return await self._settle(call)
+        except Exception:
+            log.exception("request.not_answered", input=call.delivery.source.to_fields())
+            return Outcome.DEAD_LETTER
+
+    async def _settle(self, call: _Call) -> Outcome:
+        """Answers, and does what the answer needs beside it: a DLQ record, a usage record."""
         if isinstance(call.refusal, DecodeError):
             await self._bury(call.delivery, call.refusal.code, str(call.refusal))
         try:
             outcome = await self._answer(call)
         except ReplyTopicGone:
             outcome = Outcome.UNDELIVERABLE
-        except Exception as e:
-            # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
-            log.exception("request.failed", input=call.delivery.source.to_fields())
-            await self._bury(call.delivery, "internal", repr(e))
-            return Outcome.DEAD_LETTER
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
                 await self._bury(call.delivery, "no_reply_topic", "no reply_to, and there is no default reply topic")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 import structlog
 import torch
@@ -25,9 +26,18 @@ async def start(config: WorkerConfig) -> None:
     try:
         model, runner, num_blocks = build(config)
         await run_until_signal(Worker(config, model, runner, num_blocks, on_ready=_print_ready))
-    except (ModelError, KafkaUnavailable) as e:
-        print(f"carousel worker: {e}", file=sys.stderr)
+    except* (ModelError, KafkaUnavailable) as group:
+        for error in _leaves(group):
+            print(f"carousel worker: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _leaves(part)
+    else:
+        yield error
 
 
 def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Self
 
 import msgpack
 from aiokafka import AIOKafkaProducer
@@ -68,7 +69,7 @@ class WorkerProcess:
     def log_text(self) -> str:
         return self._log.read_text()
 
-    def __enter__(self) -> "WorkerProcess":
+    def __enter__(self) -> Self:
         self.start()
         return self
 

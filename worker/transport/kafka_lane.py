@@ -14,6 +14,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.records import InputRef
+from worker.transport.kafka_connections import KafkaUnavailable
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery
 
@@ -31,6 +32,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         tier: the lane's name.
         consumer: started by `run`; with a group, auto-commit off, reset to the earliest offset.
         deliver: called with each new record, on the event loop; must not block.
+        lost: called with the tier after partitions went elsewhere.
         committed: the group's offsets with their metadata (`KafkaConnections.committed`).
         max_outstanding: records per partition that are taken in and not done.
     """
@@ -42,6 +44,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         consumer: AIOKafkaConsumer,
         *,
         deliver: Callable[[Delivery], None],
+        lost: Callable[[str], None],
         committed: CommittedOffsets,
         max_outstanding: int,
         commit_interval: float,
@@ -50,6 +53,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self.topic = topic
         self._consumer = consumer
         self._deliver = deliver
+        self._lost = lost
         self._committed_offsets = committed
         self._max_outstanding = max_outstanding
         self._commit_interval = commit_interval
@@ -84,11 +88,11 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     # The consumer's life
 
     async def run(self) -> None:
-        """Consumes until `stop`; leaves the group at the end. Raises what makes consuming impossible."""
+        """Consumes until `stop`; leaves the group at the end. Raises KafkaUnavailable when consuming is impossible."""
         self._consumer.subscribe([self.topic], listener=self)
         committer = asyncio.create_task(self._commit_regularly(), name=f"commit {self.topic}")
         try:
-            await self._consumer.start()  # returns when the group has assigned partitions
+            await self._start()
             await self._poll()
         finally:
             self._stopping.set()
@@ -103,6 +107,13 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         """Ends `run` after a last commit."""
         self._stopping.set()
 
+    async def _start(self) -> None:
+        """Returns when the group has assigned partitions. Raises KafkaUnavailable."""
+        try:
+            await self._consumer.start()
+        except KafkaError as e:
+            raise KafkaUnavailable(f"lane {self.tier} cannot be consumed: {e!r}") from e
+
     async def _poll(self) -> None:
         failing = False
         while not self._stopping.is_set():
@@ -110,8 +121,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 # Also while everything is paused: without polls the consumer leaves its group.
                 batch = await self._consumer.getmany(timeout_ms=POLL_MS)
             except KafkaError as e:
-                if not getattr(e, "retriable", False):
-                    raise
+                if not e.retriable:
+                    raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: {e!r}") from e
                 if not failing:
                     log.warning("lane.poll_failed", lane=self.tier, error=repr(e))
                 failing = True
@@ -189,6 +200,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._assigned.set()
         self._rebalancing = False
         self._assignment_gate.release()
+        if lost:
+            self._lost(self.tier)
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
         if not partitions:

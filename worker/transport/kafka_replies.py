@@ -21,6 +21,7 @@ SHOW_POLL_S = 0.1
 READ_POLL_MS = 100
 EXISTS_EVERY_S = 1.0  # a consumer of a deleted topic is silent for ever, so a reader that gets nothing asks
 MAX_READERS = 8
+RETRY_S = 0.5
 
 log = structlog.get_logger(__name__)
 
@@ -86,11 +87,19 @@ class KafkaReplies:
             self._connections.forget_topic(address.topic)
 
     async def read(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
+        while True:
+            try:
+                return await self._read_once(address, start, until)
+            except KafkaError as e:  # passes with time; a missing topic does not, and is told apart
+                log.warning("replies.read_failed", topic=address.topic, error=repr(e))
+                await asyncio.sleep(RETRY_S)
+
+    async def _read_once(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
         partition = TopicPartition(address.topic, address.partition)
+        if not await self._connections.partitions_of(address.topic):
+            raise ReplyTopicGone(address.topic)
         async with self._reader() as reader:
             if until is None:
-                if not await self._connections.partitions_of(address.topic):
-                    raise ReplyTopicGone(address.topic)
                 until = (await reader.end_offsets([partition]))[partition] - 1
             if until < start:
                 return ReplyLog()
