@@ -44,7 +44,7 @@ format: install ## Formats the code
 	$(BIN)/ruff format .
 
 asyncapi: install ## Writes docs/asyncapi.json from the field tables
-	$(BIN)/python -m schemas.asyncapi
+	$(BIN)/python -m schemas.asyncapi > docs/asyncapi.json
 
 clean: ## Removes what `install` made
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
