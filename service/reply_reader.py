@@ -174,12 +174,15 @@ class ReplyReader:
                     fetching.result()
                     break
         except Exception as error:
+            self._fail(StreamBroken(f"the reply reader has died: {error!r}"))
             log.exception("reply_reader_died")
-            self._failure = StreamBroken(f"the reply reader has died: {error!r}")
-            self._failure.__cause__ = error
-        self._failure = self._failure or StreamBroken("the reply reader has stopped")
+        else:
+            self._fail(StreamBroken("the reply reader has stopped"))
+
+    def _fail(self, failure: ServiceError) -> None:
+        self._failure = failure
         for feed in self._feeds.values():
-            feed.fail(self._failure)
+            feed.fail(failure)
 
     async def _poll(self) -> dict[TopicPartition, list[ConsumerRecord]]:
         try:

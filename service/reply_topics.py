@@ -59,7 +59,6 @@ class ReplyTopicPool:
         self._wanted = asyncio.Event()
         self._retiring = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._closed = False
 
     @property
     def num_ready(self) -> int:
@@ -72,11 +71,12 @@ class ReplyTopicPool:
             asyncio.create_task(self._keep_ready(), name="reply topics: create"),
             asyncio.create_task(self._delete_retired(), name="reply topics: delete"),
         ]
+        self._tasks[0].add_done_callback(lambda _: self._fail_waiters(StreamClosed("no more reply topics")))
 
     async def lease(self) -> str:
         """A topic for one request. Raises, as `start` does, when none can be created."""
-        if self._closed:
-            raise StreamClosed("the client is closed")
+        if any(task.done() for task in self._tasks):
+            raise StreamClosed("the client has been closed, or its reply topics are no longer kept")
         if self._ready:
             topic = self._ready.popleft()
             if self._missing():
@@ -104,11 +104,10 @@ class ReplyTopicPool:
 
     async def close(self, *, patience: float = 3.0) -> None:
         """Deletes every topic, without grace; a call may take `patience` s. The reader must have stopped."""
-        self._closed = True
+        self._fail_waiters(StreamClosed("the client has been closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_waiters(StreamClosed("the client has been closed"))
         try:
             await self._delete(sorted(self._existing), patience=patience)
         except (ServiceError, TimeoutError) as error:
@@ -129,8 +128,8 @@ class ReplyTopicPool:
                 try:
                     await self._create(num_missing)
                 except Exception as error:  # the next lease tries again
-                    log.warning("reply_topics_not_created", reason=repr(error))
                     self._fail_waiters(error if isinstance(error, ServiceError) else TopicsFailed(repr(error)))
+                    log.warning("reply_topics_not_created", reason=repr(error))
                     break
 
     async def _create(self, num_topics: int) -> None:

@@ -58,7 +58,7 @@ class ReplyStream:
 
     @property
     def log(self) -> ReplyLog:
-        """Everything accepted so far, by choice."""
+        """Everything accepted so far, by choice; it may be ahead of the events that have been taken."""
         return self._call.feed.log
 
     @property
@@ -129,16 +129,16 @@ class ReplyStream:
     async def _limited(self, *, take: bool) -> ReplyRecord | None:
         """Opens the call if need be and takes an event if asked to, in time. Leaves the stream on any failure."""
         call = self._call
+        limit = asyncio.timeout(self._patience())
         try:
-            async with asyncio.timeout(self._patience()):
+            async with limit:
                 if call.started_at is None:
                     await self._exchange.open(call)
                 return await call.feed.take() if take else None
-        except TimeoutError:
+        except BaseException as error:
             self._exchange.leave(call)
-            raise RequestTimeout(self._lateness()) from None
-        except BaseException:
-            self._exchange.leave(call)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise RequestTimeout(self._lateness()) from None
             raise
 
     def _patience(self) -> float | None:

@@ -21,7 +21,7 @@ def run(main: Coroutine[Any, Any, None], *, log_level: int = logging.WARNING) ->
     """
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(log_level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     client_log = logging.getLogger("aiokafka")  # a line per failed attempt; we say what matters of it
     client_log.addHandler(logging.NullHandler())

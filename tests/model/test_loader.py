@@ -4,23 +4,47 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
+    DogeConfig,
+    FalconH1Config,
     GptOssConfig,
-    LlamaConfig,
+    Llama4TextConfig,
     MambaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
+    StableLmConfig,
 )
 
 from tests.model.plan_driver import PlanDriver
 from tests.model.reference import token_ids
 from worker.model import fetch
 from worker.model.errors import ModelError
-from worker.model.loader import adopt, default_cache_dir, load_model
+from worker.model.loader import LoadedModel, adopt, default_cache_dir, load_model
 from worker.model.tiny import make_tiny
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
-def small_model(config: PreTrainedConfig) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_config(config)
+
+def adopt_small(config: PreTrainedConfig) -> LoadedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    return adopt("small", model, make_tiny()[1])
 
 
 def test_tiny_says_what_it_is():
@@ -62,30 +86,43 @@ def test_a_folder_is_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2), "0 of its 2 layers"),
-        (BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2), "0 of its 2 layers|mask of its own"),
         (
-            GptOssConfig(
-                vocab_size=32,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=8,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-                pad_token_id=None,
-            ),
-            "not supported: s_aux",
+            MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
+            "0 of its 2 layers use",
         ),
+        (
+            BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2),
+            "0 of its 2 layers use",
+        ),
+        (StableLmConfig(**SIZES), "does not hand the arguments of its forward on"),
+        (DogeConfig(**SIZES), "attention mask of its own"),
+        (GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "not supported: s_aux"),
+        (Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=2, attention_chunk_size=8), "chunked local attention"),
+        (BertConfig(**SIZES), "its results are others with our attention"),
+        (FalconH1Config(**SIZES, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8), "its results are others"),
     ],
-    ids=["state space", "alibi", "sinks"],
+    ids=lambda value: getattr(value, "model_type", None),
 )
 def test_what_we_cannot_serve_is_refused(config, reason):
-    """A model whose attention is not ours to compute is refused at load, with the reason."""
+    """A model that we would answer wrongly for is refused at load, with the reason."""
     with pytest.raises(ModelError, match=reason):
-        adopt("x", small_model(config), make_tiny()[1])
+        adopt_small(config)
+
+
+def test_the_context_ends_where_we_would_differ():
+    """Long rotary factors and windows that the layers do not tell us limit the context to where they play no role."""
+    long_rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    assert (
+        adopt_small(Phi3Config(**SIZES, rope_parameters=long_rope, original_max_position_embeddings=32)).max_model_len
+        == 32
+    )
+    assert adopt_small(PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=24)).max_model_len == 24
+    assert adopt_small(MistralConfig(**SIZES, sliding_window=24)).max_model_len == 128
 
 
 def test_a_model_that_fails_is_refused():
@@ -99,9 +136,9 @@ def test_a_model_that_fails_is_refused():
 def test_layers_of_different_shapes_are_refused():
     """The KV cache has one shape for all layers."""
     model, tokenizer = make_tiny()
-    other = LlamaConfig.from_dict(model.config.to_dict() | {"num_key_value_heads": 4})
-    model.model.layers[1].self_attn = type(model.model.layers[1].self_attn)(other, layer_idx=1)
-    other._attn_implementation = "carousel"
+    attention = model.model.layers[1].self_attn
+    attention.k_proj, attention.v_proj = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    attention.num_key_value_groups = 1
     with pytest.raises(ModelError, match="different shapes"):
         adopt("x", model, tokenizer)
 

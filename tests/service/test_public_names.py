@@ -15,9 +15,11 @@ def test_names_are_there() -> None:
 
 
 def test_needs_no_torch() -> None:
-    """Neither the public names nor the command line import torch, transformers or the worker."""
+    """Neither the public names nor the command line with its help import torch, transformers or the worker."""
     program = (
         "import sys, carousel, service.cli\n"
+        "from typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(service.cli.app, ['--help']).exit_code == 0\n"
         "heavy = {'torch', 'transformers', 'worker'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )

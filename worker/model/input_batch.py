@@ -65,8 +65,9 @@ class InputBatch:
     def _open(self, sequence: NewSequence) -> None:
         assert sequence.seq_id not in self._row_of, f"sequence {sequence.seq_id} has a row already"
         assert self._free_rows, "more sequences than rows"
-        row = self._row_of[sequence.seq_id] = self._free_rows.pop()
         num_tokens = len(sequence.token_ids)
+        assert num_tokens <= self._token_ids.shape[1], "a sequence longer than the model's context"
+        row = self._row_of[sequence.seq_id] = self._free_rows.pop()
         self._token_ids[row, :num_tokens] = sequence.token_ids
         self._num_tokens[row] = num_tokens
         self._num_prompt_tokens[row] = sequence.num_prompt_tokens

@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from worker.model.attention import ATTENTION, AttentionProbe, forward
+from worker.model.attention import AttentionProbe
 from worker.model.errors import ModelError
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
 from worker.model.tokenizer import Tokenizer
+from worker.model.trial import try_out
 
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
@@ -86,12 +87,7 @@ def default_cache_dir() -> Path:
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
-    try:
-        model.set_attn_implementation(ATTENTION)
-    except ValueError as error:
-        raise ModelError(_cannot_serve(model, "it does not take another attention implementation")) from error
-    model.eval().requires_grad_(False)
-    probe = _probe(model)
+    probe = try_out(model.eval().requires_grad_(False))
     config = model.config.get_text_config()
     num_kv_heads, head_dim = probe.kv_shapes[0]
     return LoadedModel(
@@ -99,7 +95,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer),
+        max_model_len=_max_model_len(config, tokenizer, probe),
         num_layers=len(probe.kv_shapes),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -149,51 +145,28 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _probe(model: PreTrainedModel) -> AttentionProbe:
-    """Runs one forward that records what every attention layer asks for. Raises ModelError if we cannot give it."""
-    probe = AttentionProbe()
-    ids = torch.zeros(1, 2, dtype=torch.int64)
-    try:
-        with torch.inference_mode():
-            logits = forward(model, ids, torch.arange(2)[None], probe, torch.tensor([1]))
-    except Exception as error:
-        reason = str(error) if isinstance(error, ModelError) else f"a trial run failed ({error!r})"
-        raise ModelError(_cannot_serve(model, reason)) from error
-    if reason := _not_served(model.config.get_text_config(), probe, logits):
-        raise ModelError(_cannot_serve(model, reason))
-    return probe
-
-
-def _not_served(config: PreTrainedConfig, probe: AttentionProbe, logits: torch.Tensor) -> str | None:
-    """Why what the probe saw cannot be served, or None."""
-    num_layers = config.num_hidden_layers
-    if sorted(probe.kv_shapes) != list(range(num_layers)) or probe.num_calls != num_layers:
-        return f"{len(probe.kv_shapes)} of its {num_layers} layers use the attention interface of transformers"
-    if len(set(probe.kv_shapes.values())) > 1:
-        return "its layers have KV heads of different shapes"
-    if getattr(config, "attention_chunk_size", None):
-        return "it uses chunked local attention"
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind == "sliding_attention" and probe.sliding_windows[layer] is None:
-            return f"layer {layer} does not say how far its sliding window reaches"
-    if logits.shape[:2] != (1, 1):
-        return "its output head cannot be limited to some tokens"
-    return None
-
-
-def _cannot_serve(model: PreTrainedModel, reason: str) -> str:
-    return f"{type(model).__name__} cannot be served: {reason}"
-
-
-def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    length = getattr(config, "max_position_embeddings", None)
+def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, probe: AttentionProbe) -> int:
+    """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
-    return int(length or min(tokenizer.model_max_length, 2048))
+    limits = [getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 2048)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
+        limits.append(rope["original_max_position_embeddings"])
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(probe.sliding_windows)
+    if window is not None and any(
+        kind == "sliding_attention" and probe.sliding_windows[layer] is None for layer, kind in enumerate(kinds)
+    ):
+        # A layer that does not say how far it sees would see everything; up to the window that is the same.
+        limits.append(window)
+    return int(min(limits))
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """What ends a sequence: the generation config's tokens, else the model's, else the tokenizer's."""
-    for ids in (model.generation_config.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id):
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
