@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
@@ -19,15 +19,19 @@ class KafkaConnection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    bootstrap: str = "localhost:9092"  # host:port, several with commas
-    security_protocol: SecurityProtocol = "PLAINTEXT"
-    sasl_mechanism: SaslMechanism | None = None  # with SASL: PLAIN when none is named
-    sasl_username: str | None = None
-    sasl_password: SecretStr | None = None
-    ssl_cafile: Path | None = None  # None: the system's authorities
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    ssl_check_hostname: bool = True
+    bootstrap: str = Field("localhost:9092", description="Kafka's address: HOST:PORT, several with commas.")
+    security_protocol: SecurityProtocol = Field("PLAINTEXT", description="With or without TLS and SASL.")
+    sasl_mechanism: SaslMechanism | None = Field(None, description="With SASL. Default: PLAIN.")
+    sasl_username: str | None = Field(None, description="With SASL: the user.")
+    sasl_password: SecretStr | None = Field(
+        None, description="With SASL: the password. Better in the environment: flags can be seen by everybody."
+    )
+    ssl_cafile: Path | None = Field(
+        None, description="With TLS: authorities to trust, a PEM file. Default: the system's."
+    )
+    ssl_certfile: Path | None = Field(None, description="With TLS: this client's certificate, a PEM file.")
+    ssl_keyfile: Path | None = Field(None, description="With TLS: the key of --ssl-certfile, a PEM file.")
+    ssl_check_hostname: bool = Field(True, description="With TLS: the broker's certificate must name its host.")
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

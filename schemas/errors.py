@@ -20,7 +20,7 @@ class DecodeError(RequestError):
         super().__init__(ErrorCode.INVALID_REQUEST, message)
 
 
-class Unanswerable(Exception):  # noqa: N818  a fact about the record, not a failure of ours
+class Unanswerable(Exception):
     """The request names no usable reply log, so only the dead-letter queue hears of it.
 
     reason: one of the short words of `schemas.headers`, for `dlq_reason` and metrics; message: a sentence.

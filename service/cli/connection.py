@@ -9,19 +9,16 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from schemas.connection import ENV_PREFIX, KafkaConnection
+from schemas.connection import ENV_PREFIX, KafkaConnection, SaslMechanism, SecurityProtocol
 
-_HELP: dict[str, tuple[Any, str]] = {
-    "bootstrap": (str, "Kafka's address: HOST:PORT, several with commas."),
-    "security_protocol": (str, "PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL."),
-    "sasl_mechanism": (str, "PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512."),
-    "sasl_username": (str, "With SASL: the user."),
-    "sasl_password": (str, "With SASL: the password; better in the environment."),
-    "ssl_cafile": (Path, "With TLS: authorities to trust, a PEM file. Default: the system's."),
-    "ssl_certfile": (Path, "With TLS: this client's certificate, a PEM file."),
-    "ssl_keyfile": (Path, "With TLS: its key."),
-    "ssl_check_hostname": (bool, "With TLS: the certificate must name the host."),
-}
+_KINDS: dict[str, Any] = {
+    "security_protocol": SecurityProtocol,
+    "sasl_mechanism": SaslMechanism,
+    "ssl_cafile": Path,
+    "ssl_certfile": Path,
+    "ssl_keyfile": Path,
+    "ssl_check_hostname": bool,
+}  # the others are strings
 
 
 def with_connection(command: Callable[..., None], *, without: str | None = None) -> Callable[..., None]:
@@ -32,7 +29,7 @@ def with_connection(command: Callable[..., None], *, without: str | None = None)
 
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
-        given = {name: arguments.pop(name) for name in _HELP}
+        given = {name: arguments.pop(name) for name in KafkaConnection.model_fields}
         given = {name: value for name, value in given.items() if value is not None}
         if without is not None and "bootstrap" not in given:
             return command(connection=None, **arguments)
@@ -44,9 +41,10 @@ def with_connection(command: Callable[..., None], *, without: str | None = None)
 
     own = inspect.signature(command).parameters.values()
     parameters = [parameter for parameter in own if parameter.name != "connection"]
-    for name, (kind, text) in _HELP.items():
+    for name, field in KafkaConnection.model_fields.items():
+        kind = _KINDS.get(name, str)
         option = typer.Option(
-            help=text,
+            help=field.description,
             envvar=ENV_PREFIX + name.upper(),
             show_default=(without or "localhost:9092") if name == "bootstrap" else False,
             rich_help_panel="Kafka (or in the environment: CAROUSEL_BOOTSTRAP, ...)",

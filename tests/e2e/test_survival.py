@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,20 @@ async def read_all(bootstrap: str, topics: list[str], timeout: float = 120) -> d
     from reader import read  # of the black-box checks; importable after the fixture `checks`
 
     return await read(bootstrap, topics, timeout=timeout)
+
+
+async def outlive(bootstrap: str, away: Callable[[], Awaitable[None]], log: Path) -> None:
+    """Nine streams run while the broker goes away: all come out complete, and the worker serves on."""
+    async with producing(bootstrap, "away.") as producer:
+        with WorkerProcess(bootstrap, log, "--lane-prefix", "away.") as worker:
+            topics = [await producer.ask(LANES[i % 3], max_tokens=800) for i in range(9)]
+            await asyncio.sleep(0.5)
+            await away()
+            streams = await read_all(bootstrap, topics)
+            assert [len(streams[t].token_ids.get(0, [])) for t in topics] == [800] * 9
+            late = await producer.ask("interactive")
+            assert (await read_all(bootstrap, [late]))[late].end is not None
+            assert worker.stop() == 0
 
 
 @pytest.mark.kafka
@@ -54,18 +69,13 @@ async def test_kill_9_with_20_requests_in_flight(kafka: Any, checks: Path, tmp_p
 async def test_apache_kafka_restarts_under_load(kafka_module: Any, checks: Path, tmp_path: Path):
     """The only broker is stopped for 10 s and started again: everything resumes, and new requests are served."""
     with kafka_module.Cluster() as kafka:
-        async with producing(kafka.bootstrap, "restart.") as producer:
-            with WorkerProcess(kafka.bootstrap, tmp_path / "worker.log", "--lane-prefix", "restart.") as worker:
-                topics = [await producer.ask(LANES[i % 3], max_tokens=800) for i in range(9)]
-                await asyncio.sleep(0.5)
-                kafka.nodes[0].stop()
-                await asyncio.sleep(10)
-                await asyncio.to_thread(kafka.nodes[0].start)
-                streams = await read_all(kafka.bootstrap, topics)
-                assert [len(streams[t].token_ids.get(0, [])) for t in topics] == [800] * 9
-                late = await producer.ask("interactive")
-                assert (await read_all(kafka.bootstrap, [late]))[late].end is not None
-                assert worker.stop() == 0
+
+        async def away() -> None:
+            kafka.nodes[0].stop()
+            await asyncio.sleep(10)
+            kafka.nodes[0].start()
+
+        await outlive(kafka.bootstrap, away, tmp_path / "worker.log")
 
 
 @pytest.mark.broker
@@ -73,18 +83,13 @@ async def test_apache_kafka_restarts_under_load(kafka_module: Any, checks: Path,
 async def test_the_embedded_broker_freezes_under_load(checks: Path, tmp_path: Path):
     """SIGSTOP for 10 s, then SIGCONT: everything resumes, and new requests are served."""
     async with EmbeddedBroker() as broker:
-        async with producing(broker.bootstrap, "freeze.") as producer:
-            with WorkerProcess(broker.bootstrap, tmp_path / "worker.log", "--lane-prefix", "freeze.") as worker:
-                topics = [await producer.ask(LANES[i % 3], max_tokens=800) for i in range(9)]
-                await asyncio.sleep(0.5)
-                os.kill(broker.pid, signal.SIGSTOP)
-                await asyncio.sleep(10)
-                os.kill(broker.pid, signal.SIGCONT)
-                streams = await read_all(broker.bootstrap, topics)
-                assert [len(streams[t].token_ids.get(0, [])) for t in topics] == [800] * 9
-                late = await producer.ask("interactive")
-                assert (await read_all(broker.bootstrap, [late]))[late].end is not None
-                assert worker.stop() == 0
+
+        async def away() -> None:
+            os.kill(broker.pid, signal.SIGSTOP)
+            await asyncio.sleep(10)
+            os.kill(broker.pid, signal.SIGCONT)
+
+        await outlive(broker.bootstrap, away, tmp_path / "worker.log")
 
 
 @pytest.mark.kafka

