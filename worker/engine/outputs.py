@@ -44,13 +44,25 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The KV of one block goes from `source` to `target`; which pools they are in, the plan's field says."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the runner does in one step, in this order: forget `removed`, open `new`, compute `scheduled`."""
+    """What the runner does in one step, in this order: forget `removed`, open `new`, `swap_outs`, `copies`,
+    `swap_ins`, compute `scheduled`."""
 
     step: int
     removed: tuple[int, ...]
     new: tuple[NewSequence, ...]
     scheduled: tuple[ScheduledSequence, ...]
+    swap_outs: tuple[BlockCopy, ...] = ()  # device -> host: a victim's KV
+    copies: tuple[BlockCopy, ...] = ()  # device -> device: copy-on-write
+    swap_ins: tuple[BlockCopy, ...] = ()  # host -> device
 
     @property
     def num_tokens(self) -> int:
