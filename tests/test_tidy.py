@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 # Where a library may be imported at all.
 ONLY_IN = {
-    "torch": ("kernels", "worker.model", "worker.start"),
+    "torch": ("kernels", "worker.model"),
     "transformers": ("worker.model",),
     "aiokafka": ("service", "worker.transport"),
 }

@@ -113,9 +113,9 @@ def _shown_default(field: FieldInfo) -> str | bool:
 
 
 command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-command.command(
-    help=inspect.getdoc(worker), epilog=f"Environment: {ENV_PREFIX} and the setting's name in capitals."
-)(_with_flags(worker))
+command.command(help=inspect.getdoc(worker), epilog=f"Environment: {ENV_PREFIX} and the setting's name in capitals.")(
+    _with_flags(worker)
+)
 
 
 def main() -> None:

@@ -159,4 +159,3 @@ class EngineLoop:
             stream.push(event)
             if stream.finished:
                 del self._streams[event.request_id]
-

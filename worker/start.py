@@ -1,11 +1,11 @@
-"""From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch."""
+"""From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
+`worker.model` must be imported before it, for the settings that it makes)."""
 
 import os
 import sys
 from collections.abc import Iterator
 
 import structlog
-import torch
 
 from worker.app import Worker, run_until_signal
 from worker.config import WorkerConfig
@@ -42,7 +42,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
     """Loads the model and makes its runner: (facts, runner, blocks in the KV pool)."""
-    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    num_threads = config.num_threads or os.cpu_count() or 1
     loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress)
     num_blocks = config.num_blocks or num_blocks_for_ram(
         loaded.bytes_per_token,
@@ -57,6 +57,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=num_threads,
     )
     log.info(
         "model.loaded",
@@ -65,7 +66,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
         num_blocks=num_blocks,
         kv_tokens=num_blocks * config.block_size,
         kv_bytes=num_blocks * config.block_size * loaded.bytes_per_token,
-        threads=torch.get_num_threads(),
+        threads=num_threads,
     )
     return model_facts(loaded), runner, num_blocks
 

@@ -4,7 +4,7 @@ Sequences with one query (decodes) are sorted by length and cut into groups of s
 blocks into a preallocated workspace and one masked SDPA per group. Fresh tensors instead of the workspace cost 1.1
 to 3 times the time (page faults), and padding is the price of a group, so both are bounded. A sequence with more
 queries (a prefill chunk) has its own gather and SDPA. What depends on the step only is made once per step and
-window, in `Plan`, and used by every layer.
+window, in a `_Plan`, and used by every layer.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,13 @@ _GROUP_PADDING_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Decodes that are computed together: each sees the last `num_blocks` blocks of the workspace's row for it."""
+    """Decodes that are computed together, each on the same number of gathered slots."""
 
-    rows: slice | Tensor  # int64 [size]: their queries in the flattened batch; a slice where they are neighbours
     size: int
-    block_ids: Tensor  # int64 [size * num_blocks]; a padded entry repeats a block of its sequence
-    num_blocks: int
-    empty: Tensor  # int64: slots of the gathered blocks that hold no visible token
-    mask: Tensor  # [size, 1, 1, num_blocks * block_size]: 0, or -inf where empty
+    rows: slice | Tensor  # int64 [size]: their queries in the flattened batch; a slice where they are neighbours
+    block_ids: Tensor  # int64 [size * blocks of each]; in place of a block that a sequence lacks, its first
+    empty: Tensor  # int64: gathered slots, of all the group's, that hold no visible token
+    mask: Tensor  # [size, 1, 1, slots of each]: 0, or -inf where empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class _Chunk:
     start: int  # of its queries in the flattened batch
     num_queries: int
     block_ids: Tensor  # int64 [num_blocks]
-    first_slot: int  # of the gathered blocks, that a query sees
-    num_keys: int
+    first_slot: int  # the first gathered slot that a query sees
+    num_keys: int  # from there on
     mask: Tensor | None  # [num_queries, num_keys]; None: causal from the first position
 
 
@@ -85,6 +84,7 @@ class Workspace:
         return kv[0], kv[1]
 
     def plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
+        """How `batch` is computed under that window; made at the first call of a step."""
         if self._batch is not batch:
             self._batch = batch
             self._plans.clear()
@@ -114,10 +114,17 @@ class Workspace:
         ]
         return _Plan(groups, chunks)
 
-    def _make_group(self, batch, seqs, starts, first_seen, first_block, num_blocks) -> _Group:
+    def _make_group(
+        self,
+        batch: RaggedBatch,
+        seqs: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        first_seen: NDArray[np.int32],
+        first_block: NDArray[np.int32],
+        num_blocks: NDArray[np.int32],
+    ) -> _Group:
         block_size = self._block_size
         width = int(num_blocks[seqs].max())
-        # A padded entry reads the sequence's first block: any valid block will do, its slots are emptied.
         column = np.arange(width)[None, :]
         column = np.where(column < num_blocks[seqs, None], column, 0) + first_block[seqs, None]
         block_ids = batch.block_tables[seqs[:, None], column]
@@ -125,10 +132,9 @@ class Workspace:
         empty = (position < first_seen[seqs, None]) | (position >= batch.context_lens[seqs, None])
         mask = torch.zeros(empty.shape, dtype=self._kv.dtype).masked_fill_(torch.from_numpy(empty), -torch.inf)
         return _Group(
-            rows=_as_slice(starts[seqs]),
             size=len(seqs),
+            rows=_as_slice(starts[seqs]),
             block_ids=torch.from_numpy(block_ids.astype(np.int64).ravel()),
-            num_blocks=width,
             empty=torch.from_numpy(np.flatnonzero(empty)),
             mask=mask[:, None, None, :],
         )
@@ -165,7 +171,7 @@ def _as_slice(rows: NDArray[np.int64]) -> slice | Tensor:
     return torch.from_numpy(rows)
 
 
-def _split(seqs, num_blocks, max_blocks: int) -> list:
+def _split(seqs: NDArray[np.int64], num_blocks: NDArray[np.int32], max_blocks: int) -> list[NDArray[np.int64]]:
     """Cuts `seqs`, sorted by `num_blocks`, into groups within the bounds on size and padding."""
     groups, first, padding = [], 0, 0
     for i in range(1, len(seqs)):

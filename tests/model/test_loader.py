@@ -117,10 +117,8 @@ def test_the_context_ends_where_we_would_differ():
         "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4,
     }
-    assert (
-        adopt_small(Phi3Config(**SIZES, rope_parameters=long_rope, original_max_position_embeddings=32)).max_model_len
-        == 32
-    )
+    phi3 = Phi3Config(**SIZES, rope_parameters=long_rope, original_max_position_embeddings=32)
+    assert adopt_small(phi3).max_model_len == 32
     assert adopt_small(PhimoeConfig(**SIZES, num_local_experts=2, sliding_window=24)).max_model_len == 24
     assert adopt_small(MistralConfig(**SIZES, sliding_window=24)).max_model_len == 128
 

@@ -161,9 +161,7 @@ def use_attempt(model: ModuleType, attempt_class: type[Attempt]) -> None:
         worker = s.workers[i]
         record, ack = worker.outbox[0]
         attempt = attempt_of(case, worker, "end" in record[:2])
-        s = s._replace(
-            workers=model.changed(s.workers, i, worker._replace(outbox=worker.outbox[1:], tail=ack.tail))
-        )
+        s = s._replace(workers=model.changed(s.workers, i, worker._replace(outbox=worker.outbox[1:], tail=ack.tail)))
         # The model has no offsets: 1 follows the begin at 0, 9 comes after a gap. A begin is never known to be first.
         verdict = attempt.acknowledged(1 if ack.expected else 9)
         if verdict is Verdict.READ:

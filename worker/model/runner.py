@@ -6,7 +6,6 @@ from torch import Tensor
 from kernels.paged_attention import Workspace
 from worker.engine.outputs import StepOutcome, StepPlan
 from worker.model.attention import PagedContext, forward
-from worker.model.errors import RunnerError
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
 from worker.model.loader import LoadedModel
@@ -42,8 +41,8 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> StepOutcome:
         """Runs one step; changes the KV blocks and rows that the plan names, nothing else.
 
-        Raises RunnerError if sequences get logits that are not finite: their step was lost, that of the others counts
-        (see its `outcome`). After any other exception the same plan may be executed again.
+        A sequence whose logits are not finite has failed; that does not touch the others. After an exception the same
+        plan may be executed again.
         """
         assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
         self._input_batch.update(plan)
@@ -52,13 +51,13 @@ class TorchRunner:
         inputs = self._input_batch.prepare(plan)
         with torch.inference_mode():
             sampled = sample(self._forward(inputs), inputs.sampling)
-        pairs = list(zip(inputs.sampling_seq_ids, sampled, strict=True))
-        outcome = StepOutcome(plan.step, {seq_id: token for seq_id, token in pairs if token is not None})
-        for seq_id, token in outcome.tokens.items():
-            self._input_batch.append(seq_id, token.token_id)
-        if lost := tuple(seq_id for seq_id, token in pairs if token is None):
-            names = ", ".join(map(str, lost))
-            raise RunnerError(f"the model gave logits that are not finite for sequence {names}", lost, outcome)
+        outcome = StepOutcome(plan.step)
+        for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
+            if token is None:
+                outcome.failed[seq_id] = "the model's logits for this sequence are not finite"
+            else:
+                self._input_batch.append(seq_id, token.token_id)
+                outcome.tokens[seq_id] = token
         return outcome
 
     def _forward(self, inputs: StepInputs) -> Tensor:

@@ -30,7 +30,7 @@ class SamplingBatch:
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float32]
-    uniform: NDArray[np.float64]  # in [0, 1)
+    uniform: NDArray[np.float64]  # in [0, 1 - 2**-53]
     num_logprobs: NDArray[np.int64]  # -1: none asked for
 
 
@@ -87,9 +87,8 @@ def _draw(logits: Tensor, peak: Tensor, batch: SamplingBatch, rows: NDArray[np.i
     if least.any():
         weights.masked_fill_(weights < least[:, None], 0.0)
     cumulative = weights.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Rounding must not reach the total: no id lies beyond it.
-    target = torch.minimum(torch.from_numpy(batch.uniform[rows])[:, None] * total, total.nextafter(-total))
+    # With 53 bits a uniform is so far below 1 that rounding does not reach the total, beyond which no id lies.
+    target = torch.from_numpy(batch.uniform[rows])[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
