@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.copy_blocks import copy_blocks
 from kernels.paged_attention import Workspace
 from worker.engine.outputs import StepOutcome, StepPlan
 from worker.model.attention import PagedContext, forward
@@ -23,14 +24,19 @@ class TorchRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_threads: int | None = None,
+        num_host_blocks: int = 0,
     ):
-        """`num_threads`: of torch, for the whole process; None leaves them as they are."""
+        """`num_threads`: of torch, for the whole process; None leaves them as they are.
+
+        `num_host_blocks`: the size of the pool that swapped-out sequences wait in.
+        """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._model = model.model
         self._max_num_batched_tokens = max_num_batched_tokens
         heads = model.num_kv_heads, model.head_dim
         self._cache = KVCache(num_blocks, model.num_layers, block_size, *heads, model.dtype)
+        self._host_cache = KVCache(num_host_blocks, model.num_layers, block_size, *heads, model.dtype)
         self._workspace = Workspace(model.max_model_len, block_size, *heads, model.dtype)
         self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size)
 
@@ -46,6 +52,7 @@ class TorchRunner:
         """
         assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
         self._input_batch.update(plan)
+        self._copy_blocks(plan)
         if not plan.scheduled:
             return StepOutcome(plan.step)
         inputs = self._input_batch.prepare(plan)
@@ -59,6 +66,13 @@ class TorchRunner:
                 self._input_batch.append(seq_id, token.token_id)
                 outcome.tokens[seq_id] = token
         return outcome
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        """In this order: a block that a swap-out or a copy reads may be the target of a later one."""
+        device, host = self._cache.blocks, self._host_cache.blocks
+        copy_blocks(device, host, [(c.source, c.target) for c in plan.swap_outs])
+        copy_blocks(device, device, [(c.source, c.target) for c in plan.copies])
+        copy_blocks(host, device, [(c.source, c.target) for c in plan.swap_ins])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """float32 logits [num_sampling, vocab_size], of the tokens that are drawn from."""
