@@ -9,6 +9,7 @@ import typer
 from service.cli import topics
 from service.cli.broker import broker
 from service.cli.demo import demo
+from service.cli.simulate import simulate
 from service.cli.submit import submit
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ def worker(context: typer.Context) -> None:
 
 
 app.command()(submit)
+app.command()(simulate)
 
 
 def main() -> None:

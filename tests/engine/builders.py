@@ -36,7 +36,7 @@ def make_request(request_id: str = "r", *, prompt: int | Iterable[int] = 3, **fi
     return replace(_REQUEST, request_id=request_id, prompt_token_ids=tuple(token_ids), **fields)
 
 
-def make_config(**limits: int) -> SchedulerConfig:
+def make_config(**limits: object) -> SchedulerConfig:
     defaults = {
         "num_blocks": 64,
         "block_size": 4,
@@ -61,9 +61,11 @@ class ScriptedRunner(FakeRunner):
 class Engine:
     """A scheduler, its runner and all that came out. Integrity is checked after every change."""
 
-    def __init__(self, runner: Callable[[SchedulerConfig], FakeRunner] = FakeRunner, **limits: int) -> None:
-        self.config = make_config(**limits)
-        self.scheduler = Scheduler(self.config)
+    def __init__(self, runner: Callable[[SchedulerConfig], FakeRunner] = FakeRunner, **fields: object) -> None:
+        """fields: of the configuration, and the scheduler's `waiting`, `cost` and `prefill_budget`."""
+        parts = {name: fields.pop(name) for name in ("waiting", "cost", "prefill_budget") if name in fields}
+        self.config = make_config(**fields)
+        self.scheduler = Scheduler(self.config, **parts)
         self.runner = runner(self.config)
         self.now = 0.0
         self.events: list[EngineEvent] = []

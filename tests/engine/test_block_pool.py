@@ -55,7 +55,7 @@ def test_blocks_for(num_tokens: int, num_blocks: int) -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "doubled", "shared"])
 def test_check_integrity_sees_a_broken_pool(fault: str) -> None:
-    """A lost block, a doubled one, and one both free and allocated break I1."""
+    """A lost block, a doubled one, and one both free and allocated break P1."""
     pool = BlockPool(4, 16)
     pool.allocate(2)
     if fault == "lost":
@@ -63,6 +63,6 @@ def test_check_integrity_sees_a_broken_pool(fault: str) -> None:
     elif fault == "doubled":
         pool._free[0] = pool._free[1]
     else:
-        pool._allocated[pool._free[0]], pool._allocated[0] = 1, 0
-    with pytest.raises(AssertionError, match="I1"):
+        pool._refs[pool._free[0]], pool._refs[0] = 1, 0
+    with pytest.raises(AssertionError, match="P1"):
         pool.check_integrity()

@@ -4,6 +4,7 @@ import pytest
 
 from schemas.reasons import ErrorCode, FinishReason
 from tests.engine.builders import Engine, ScriptedRunner, make_request
+from worker.engine.arrival_queue import ArrivalQueue
 from worker.engine.outputs import FinishEvent, SampledToken, StepOutcome, TokenEvent
 
 CANCELLED = FinishReason.CANCELLED
@@ -64,7 +65,7 @@ def test_row_22_cancel_in_flight_wins_over_the_outcome() -> None:
 
 def test_a_failed_sequence_takes_its_request_with_it() -> None:
     """A choice that the runner lost ends its whole request with `internal`; the others of that step go on."""
-    engine = Engine(max_num_seqs=4)
+    engine = Engine(max_num_seqs=4, max_prefix_waits=0)
     engine.add(make_request("a", n=2), make_request("b", max_tokens=1))
     plan, _ = engine.scheduler.schedule(0.0)
     assert plan is not None
@@ -194,7 +195,9 @@ def test_ended_requests_do_not_pile_up() -> None:
         engine.scheduler.add(make_request(f"r{i}", deadline=1000.0 + i))
         if i % 100:
             engine.scheduler.cancel(f"r{i}", CANCELLED)
-    assert len(engine.scheduler._waiting._entries) < 100
+    waiting = engine.scheduler._waiting
+    assert isinstance(waiting, ArrivalQueue)
+    assert len(waiting._entries) < 100
     assert len(engine.scheduler._deadlines._entries) < 100
     assert engine.scheduler.next_deadline == 1000.0
     engine.scheduler.check_integrity()

@@ -27,7 +27,7 @@ UNSOUND = {
     "more rows than seats": plan(2, part(0, 4, 1, 1), opens=tuple(new(i) for i in range(1, 5))),
     "above its budget": plan(2, part(1, 0, 17, 1, 2, 3, 4, 5), opens=(new(1, 17),)),
     "no block 64": plan(2, part(0, 4, 1, 64)),
-    "in the tables of 0 and 1": plan(2, part(1, 0, 4, 0), opens=(new(1),)),
+    "in 2 tables and written": plan(2, part(1, 0, 4, 0), opens=(new(1),)),
     "twice in the table": plan(2, part(0, 4, 1, 0)),
     "1 blocks, needs 2": plan(2, part(0, 4, 1)),
     "3 blocks, needs 2": plan(2, part(0, 4, 1, 1, 2)),

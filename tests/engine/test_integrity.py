@@ -7,16 +7,22 @@ import pytest
 
 from schemas.reasons import FinishReason
 from tests.engine.builders import Engine, make_request
+from worker.engine.arrival_queue import ArrivalQueue
 from worker.engine.scheduler import Scheduler
 
 
 def make_busy_scheduler() -> Scheduler:
-    """Two running sequences of two blocks each, one that waits, a step in flight."""
-    engine = Engine(max_num_seqs=2)
-    engine.add(*(make_request(f"r{i}", prompt=5, deadline=99.0) for i in range(3)))
+    """Two running sequences of two blocks each, one swapped in ahead of its seat (two blocks), a step in flight."""
+    engine = Engine(max_num_seqs=2, num_host_blocks=8, preemption="swap", max_num_batched_tokens=64)
+    engine.add(*(make_request(f"r{i}", prompt=range(9 * i, 9 * i + 5), deadline=99.0) for i in range(2)))
+    engine.step()
+    engine.add(make_request("high", prompt=range(90, 95), priority_class=1, deadline=99.0))
+    engine.step()
     engine.step()
     engine.scheduler.schedule(0.0)
     engine.scheduler.check_integrity()
+    assert [len(seq.block_ids) for seq in engine.scheduler._running] == [2, 2]
+    assert [len(seq.block_ids) for seq in engine.scheduler._blocks.prefetched.values()] == [2]
     return engine.scheduler
 
 
@@ -25,24 +31,57 @@ def share_a_block(scheduler: Scheduler) -> None:
 
 
 def lose_a_block(scheduler: Scheduler) -> None:
-    scheduler._running[0].block_ids.pop()
+    scheduler._blocks.device.free([scheduler._running[0].block_ids.pop()])
+    scheduler._running[0].num_target_blocks -= 1
 
 
 def hold_a_block_too_much(scheduler: Scheduler) -> None:
-    scheduler._running[0].block_ids += scheduler._pool.allocate(1)
+    scheduler._running[0].block_ids += scheduler._blocks.device.allocate(1)
 
 
-def outgrow_the_reservation(scheduler: Scheduler) -> None:
+def hold_more_than_it_can_need(scheduler: Scheduler) -> None:
     scheduler._running[0].request.max_tokens = -4
 
 
-def reserve_for_nobody(scheduler: Scheduler) -> None:
-    scheduler._num_reserved += 1
+def outgrow_the_reservation(scheduler: Scheduler) -> None:
+    scheduler._running[0].num_swaps = 3
+    scheduler._running[0].num_target_blocks = 1
 
 
-def promise_more_than_is_free(scheduler: Scheduler) -> None:
-    scheduler._running[0].request.max_tokens = 4000
-    scheduler._num_reserved += 998
+def owe_nobody(scheduler: Scheduler) -> None:
+    scheduler._blocks.num_owed += 1
+
+
+def owe_more_than_there_is(scheduler: Scheduler) -> None:
+    scheduler._running[0].num_target_blocks += 1000
+    scheduler._blocks.num_owed += 1000
+
+
+def write_what_can_be_found(scheduler: Scheduler) -> None:
+    scheduler._blocks.device.insert_prefix(b"x", scheduler._running[0].block_ids[-1])
+
+
+def prefetch_unknown(scheduler: Scheduler) -> None:
+    scheduler._blocks.prefetched.clear()
+
+
+def prefetch_half(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    scheduler._blocks.device.free([seq.block_ids.pop()])
+
+
+def miscount_saved_tokens(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.num_saved = 1
+
+
+def promise_to_a_waiting_one(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.num_target_blocks = 1
+
+
+def wait_for_nobody(scheduler: Scheduler) -> None:
+    scheduler._blocks._producers[b"x"] = scheduler._running[0]
 
 
 def exceed_the_budget(scheduler: Scheduler) -> None:
@@ -66,45 +105,70 @@ def skip_a_position(scheduler: Scheduler) -> None:
 
 
 def keep_a_seat_without_a_step(scheduler: Scheduler) -> None:
-    scheduler.cancel("r0", FinishReason.CANCELLED)
+    scheduler.cancel("high", FinishReason.CANCELLED)
     scheduler._flight = None
 
 
 def forget_a_request(scheduler: Scheduler) -> None:
-    del scheduler._unfinished["r0"]
+    del scheduler._unfinished["high"]
 
 
 def miscount_the_waiting(scheduler: Scheduler) -> None:
-    scheduler._waiting.note_left()
+    assert isinstance(scheduler._waiting, ArrivalQueue)
+    scheduler._waiting._tickets.clear()
 
 
 def lose_a_deadline(scheduler: Scheduler) -> None:
     scheduler._deadlines._entries.pop()
 
 
+def miscount_a_lane(scheduler: Scheduler) -> None:
+    scheduler._planner.seats_by_lane["standard"] = 7
+
+
 def remove_a_row_in_use(scheduler: Scheduler) -> None:
-    scheduler._removed.append(scheduler._running[0].seq_id)
+    scheduler._planner.removed.append(scheduler._running[0].seq_id)
+
+
+def keep_the_row_of_a_waiting_one(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.has_row = True
+
+
+def preempt_without_end(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.num_swaps = 4
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (share_a_block, "I2: a block is in two tables"),
-        (lose_a_block, "I2: 4 blocks allocated, 3 in tables"),
-        (hold_a_block_too_much, "I3: sequence 0 has 3 blocks, needs 2"),
-        (outgrow_the_reservation, "I3: sequence 0 is above its reservation"),
-        (reserve_for_nobody, "I4: 5 blocks reserved, 4 promised"),
-        (promise_more_than_is_free, "I4: 1002 blocks promised, 60 free"),
-        (exceed_the_budget, "I5: a step is above its budget"),
-        (exceed_the_seats, "I5: more sequences than seats"),
-        (disorder_the_seats, "I5: seats are out of order"),
-        (leave_nothing_to_compute, "I6: sequence 0 has nothing left to compute"),
-        (skip_a_position, "I6: sequence 0 is not contiguous"),
-        (keep_a_seat_without_a_step, "I7: a seat is kept without a step"),
-        (forget_a_request, "I7: a sequence is in no place, or in two"),
-        (miscount_the_waiting, "I7: the waiting are miscounted"),
-        (lose_a_deadline, "I7: a deadline is lost"),
-        (remove_a_row_in_use, "I7: sequence 0 has a seat and is removed"),
+        (share_a_block, "P2: block"),
+        (lose_a_block, "I5: sequence 2 has 1 blocks, needs 2"),
+        (hold_a_block_too_much, "I5: sequence 2 has 3 blocks, needs 2"),
+        (hold_more_than_it_can_need, "I5: sequence 2 has more than it can need"),
+        (outgrow_the_reservation, "I5: sequence 2 is above its reservation"),
+        (owe_nobody, "I1: 1 blocks owed, 0 promised and not held"),
+        (owe_more_than_there_is, "I1: 1000 blocks owed, 58 free now or soon"),
+        (write_what_can_be_found, "I2: sequence 2 would write shared block"),
+        (prefetch_unknown, "I3: waiting sequence 1 has 2 device blocks"),
+        (prefetch_half, "I3: waiting sequence 1 is swapped in by half"),
+        (miscount_saved_tokens, "I3: waiting sequence 1 has 2 of 1 host blocks"),
+        (promise_to_a_waiting_one, "I3: waiting sequence 1 is promised blocks"),
+        (wait_for_nobody, "I4: sequence 2 does not compute what others wait for"),
+        (exceed_the_budget, "I6: a step is above its budget"),
+        (exceed_the_seats, "I6: more sequences than seats"),
+        (disorder_the_seats, "I6: seats are out of order"),
+        (leave_nothing_to_compute, "I7: sequence 2 has nothing left to compute"),
+        (skip_a_position, "I7: sequence 2 is not contiguous"),
+        (keep_a_seat_without_a_step, "I8: a seat is kept without a step"),
+        (forget_a_request, "I8: a sequence is in no place, or in two"),
+        (miscount_the_waiting, "I8: the waiting are miscounted"),
+        (lose_a_deadline, "I8: a deadline is lost"),
+        (miscount_a_lane, "I8: the seats of a lane are miscounted"),
+        (remove_a_row_in_use, "I8: sequence 2 has a seat and is removed"),
+        (keep_the_row_of_a_waiting_one, "I8: sequence 1 waits, and the runner keeps its row"),
+        (preempt_without_end, "I8: sequence 1 was preempted 4 times"),
     ],
 )
 def test_a_broken_invariant_is_named(fault: Callable[[Scheduler], None], message: str) -> None:

@@ -64,7 +64,7 @@ def test_the_more_urgent_of_the_waiting_goes_first() -> None:
 
 def test_decodes_come_first_most_urgent_first() -> None:
     """A plan lists decodes by urgency, then the unfinished prefill, then new sequences."""
-    engine = Engine(max_num_seqs=4, max_num_batched_tokens=10)
+    engine = Engine(max_num_seqs=4, max_num_batched_tokens=10, prefix_caching=False)
     engine.add(make_request("low", prompt=2, priority=1), make_request("long", prompt=20, priority=9))
     engine.step()  # long: 10 of 20
     engine.step()  # long: 20 of 20
@@ -112,8 +112,8 @@ def test_seats_beyond_the_budget_stay_empty() -> None:
 
 
 def test_admission_reserves_to_completion() -> None:
-    """A sequence waits until its blocks to completion fit beside the reservations; decodes never run out."""
-    engine = Engine(num_blocks=6, block_size=4, max_num_batched_tokens=64)
+    """With no_evict a sequence waits until its blocks to completion fit beside the others'; decodes never run out."""
+    engine = Engine(num_blocks=6, block_size=4, max_num_batched_tokens=64, capacity="no_evict")
     engine.add(make_request("a", prompt=4, max_tokens=8), make_request("b", prompt=4, max_tokens=9))
     record = engine.step()
     assert record is not None
@@ -125,8 +125,8 @@ def test_admission_reserves_to_completion() -> None:
 
 
 def test_the_head_of_the_line_is_not_overtaken() -> None:
-    """When the most urgent one does not fit, nobody behind it is let in before it."""
-    engine = Engine(num_blocks=6, block_size=4)
+    """Without look-ahead, when the most urgent one does not fit, nobody behind it is let in before it."""
+    engine = Engine(num_blocks=6, block_size=4, capacity="no_evict", look_ahead=0)
     engine.add(make_request("a", max_tokens=9), make_request("large", max_tokens=20, prompt=4), make_request("small"))
     engine.run()
     admitted = [request_id for record in engine.records for request_id in record.admitted]
@@ -153,9 +153,12 @@ def test_a_request_that_never_fits_is_refused(max_tokens: int, fits: bool) -> No
 
 
 def test_choices_are_seats_of_their_own() -> None:
-    """n choices are admitted in choice order, one seat each, differ in their tokens, and end one by one."""
+    """n choices are admitted in choice order, one seat each, once the first has computed the prompt."""
     engine = Engine(max_num_seqs=2, max_num_batched_tokens=64)
-    engine.add(make_request(n=3), make_request("next", arrival=1.0))
+    engine.add(make_request(n=3))
+    engine.step()
+    assert {event.choice for event in engine.events} == {0}
+    engine.add(make_request("next", arrival=1.0))
     engine.step()
     assert {event.choice for event in engine.events} == {0, 1}
     engine.run()

@@ -5,6 +5,7 @@ events. A plan is a *difference*: the runner keeps a row per sequence, so a deco
 """
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from schemas.reasons import ErrorCode, FinishReason
 
@@ -32,12 +33,14 @@ class NewSequence:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's part of a step: compute tokens [start, start + num_tokens)."""
+class ScheduledSequence(NamedTuple):
+    """One sequence's part of a step: compute tokens [start, start + num_tokens).
+
+    A named tuple, like TokenEvent: hundreds are made in a step, at a third of a frozen dataclass's cost.
+    """
 
     seq_id: int
-    start: int  # tokens whose KV is already in its blocks
+    start: int  # tokens whose KV is already in its blocks: computed, shared, or restored by this plan's swap-ins
     num_tokens: int
     new_block_ids: tuple[int, ...]  # appended to its block table before the forward
     samples: bool  # the last known token is computed in this step, so the next one is drawn
@@ -54,7 +57,11 @@ class BlockCopy:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the runner does in one step, in this order: forget `removed`, open `new`, `swap_outs`, `copies`,
-    `swap_ins`, compute `scheduled`."""
+    `swap_ins`, compute `scheduled`. With copies alone, `scheduled` may be empty.
+
+    No copy or computation of a plan writes what its swap-outs read, nor a host block that its swap-ins read: those
+    blocks are in use until `apply`. A block that `copies` reads may be written later in the same plan.
+    """
 
     step: int
     removed: tuple[int, ...]
@@ -67,6 +74,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def all_copies(self) -> tuple[BlockCopy, ...]:
+        """What to report as `failed_copies` when it is unknown how far a step came."""
+        return (*self.swap_outs, *self.copies, *self.swap_ins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +93,25 @@ class StepOutcome:
     step: int
     tokens: dict[int, SampledToken] = field(default_factory=dict)  # seq_id -> token, for `samples` sequences
     failed: dict[int, str] = field(default_factory=dict)  # seq_id -> what went wrong; its request ends with an error
+    failed_copies: tuple[BlockCopy, ...] = ()  # of the plan's; what they should have brought is computed again
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A choice has one more token. `text` is what became safe to show with it, possibly empty."""
 
     request_id: str
     choice: int
     token: SampledToken
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What a choice got for free and what it lost, for `usage` and the end record."""
+
+    cached_tokens: int = 0  # of its prompt, found computed (prefix cache, or a sibling's) when it first took a seat
+    swaps: int = 0  # preemptions whose KV was swapped out
+    recomputes: int = 0  # preemptions whose KV was dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +124,22 @@ class FinishEvent:
     tail: str = ""
     error: ErrorCode | None = None  # with reason ERROR
     message: str = ""
+    stats: RequestStats = RequestStats()
 
 
 EngineEvent = TokenEvent | FinishEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """A sequence lost its seat in this step."""
+
+    request_id: str
+    choice: int
+    cause: Literal["seat", "block"]  # what the beneficiary lacked
+    mode: Literal["swap", "recompute"]
+    num_tokens: int  # computed tokens that left the device pool
+    beneficiary: str  # request id; its own when nobody else could give way
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +156,31 @@ class StepRecord:
     admitted: tuple[str, ...]  # request ids that took a seat in this step
     finished: tuple[str, ...]  # request ids whose last choice left its seat after this step
     seats_by_lane: dict[str, int]
+    preempted: tuple[Preemption, ...] = ()
+    paused: tuple[
+        str, ...
+    ] = ()  # request ids with a seat and no token: budget taken by a higher class, blocks draining
+    num_swap_out_blocks: int = 0
+    num_swap_in_blocks: int = 0
+    num_copied_blocks: int = 0  # copy-on-write
+    num_cached_tokens: int = 0  # that sequences seated in this step found computed
+    num_recomputed_tokens: int = 0  # that sequences seated in this step had computed before, and lost
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
+    """Of this moment; the totals count since the start."""
+
     num_running: int
     num_waiting: int
     num_blocks: int
-    num_blocks_used: int
+    num_blocks_used: int  # active or draining
+    num_blocks_cached: int = 0  # free, and findable by the prefix cache
+    num_blocks_draining: int = 0  # free soon
+    num_host_blocks: int = 0
+    num_host_blocks_used: int = 0
+    total_swaps: int = 0
+    total_recomputes: int = 0
+    total_failed_copies: int = 0
+    total_cached_tokens: int = 0
+    total_recomputed_tokens: int = 0

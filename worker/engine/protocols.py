@@ -33,3 +33,13 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """What is left at the end (an incomplete character becomes U+FFFD)."""
         ...
+
+
+class PrefillBudget(Protocol):
+    """Says how much prefill a step may carry so that the decodes beside it keep their pace."""
+
+    def budget(
+        self, num_decodes: int, context_tokens: int, tightest_tpot: float | None, block_size: int, max_tokens: int
+    ) -> int:
+        """Tokens of prefill, at most max_tokens. tightest_tpot: seconds; None: no target."""
+        ...

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from schemas.reasons import FinishReason
-from worker.engine.outputs import NewSequence, SamplingParams
+from worker.engine.outputs import NewSequence, RequestStats, SamplingParams
 from worker.engine.protocols import Detokenizer
 from worker.engine.stop import StopMatcher
 
@@ -30,6 +30,8 @@ class Request:
     deadline: float | None
     new_detokenizer: Callable[[], Detokenizer]
     accepted: tuple[tuple[int, ...], ...] = ()  # per choice, the tokens of earlier attempts to go on from; (): fresh
+    priority_class: int = 0  # static, larger is more urgent: who may displace whom
+    cache_salt: str = ""  # requests share cached prefixes only with the same salt
 
 
 class SequenceStatus(Enum):
@@ -43,28 +45,44 @@ class SequenceStatus(Enum):
 
 TRANSITIONS: dict[SequenceStatus, tuple[SequenceStatus, ...]] = {
     SequenceStatus.WAITING: (SequenceStatus.RUNNING, SequenceStatus.FINISHED),
-    SequenceStatus.RUNNING: (SequenceStatus.LEAVING,),
+    SequenceStatus.RUNNING: (SequenceStatus.WAITING, SequenceStatus.LEAVING),
     SequenceStatus.LEAVING: (SequenceStatus.FINISHED,),
     SequenceStatus.FINISHED: (),
 }
 
 
 class Sequence:
-    """One choice of a request in progress: its tokens, how far they are computed, its block table, its text."""
+    """One choice of a request in progress: its tokens, how far they are computed, its block tables, its text."""
 
     __slots__ = (
         "_detokenizer",
         "_matcher",
         "block_ids",
         "choice",
+        "digests",
+        "has_row",
+        "host_block_ids",
+        "num_cached",
         "num_computed",
+        "num_hashed",
+        "num_lost",
+        "num_overtaken",
         "num_prefill",
+        "num_prefix_waits",
         "num_prompt",
+        "num_recomputes",
+        "num_saved",
+        "num_swaps",
+        "num_target_blocks",
+        "opened_step",
         "order_key",
         "output",
+        "preempted_step",
+        "priority_class",
         "request",
         "seq_id",
         "status",
+        "urgency",
     )
 
     def __init__(self, seq_id: int, request: Request, choice: int) -> None:
@@ -77,7 +95,23 @@ class Sequence:
         self.output: list[int] = []  # tokens generated, those of earlier attempts included
         self.num_computed = 0  # tokens whose KV is in its blocks
         self.num_prefill = 0  # tokens known when it took its seat: beyond them it decodes
-        self.block_ids: list[int] = []  # its block table
+        self.block_ids: list[int] = []  # its block table; while it waits, what was swapped in ahead of its seat
+        self.num_target_blocks = 0  # promised to it while it has a seat
+        self.num_hashed = 0  # blocks of its table that the prefix cache has been told of
+        self.digests: list[bytes] = []  # of its full blocks, as far as they were asked for
+        self.host_block_ids: list[int] = []  # the swapped-out copy of its first num_saved tokens
+        self.num_saved = 0
+        self.priority_class = request.priority_class
+        self.urgency: tuple[float, ...] = ()  # its place among the running, set when it takes a seat
+        self.has_row = False  # the runner knows it
+        self.opened_step = 0  # when its block table was last opened: it is no victim in that step
+        self.preempted_step = 0  # when it last lost its seat: it does not come back in that step
+        self.num_swaps = 0
+        self.num_recomputes = 0
+        self.num_cached: int | None = None  # prompt tokens found computed when it first took a seat
+        self.num_lost = 0  # tokens computed when it was last preempted, not yet computed again or restored
+        self.num_prefix_waits = 0  # steps that it waited for a prefix which another one computes
+        self.num_overtaken = 0  # steps in which it did not fit and another one behind it was seated
         self._detokenizer = request.new_detokenizer()
         self._matcher = StopMatcher(request.stop)
 
@@ -90,6 +124,14 @@ class Sequence:
     def max_num_tokens(self) -> int:
         """Tokens it can have at most, when it runs to its end."""
         return self.num_prompt + self.request.max_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_swaps + self.num_recomputes
+
+    @property
+    def stats(self) -> RequestStats:
+        return RequestStats(self.num_cached or 0, self.num_swaps, self.num_recomputes)
 
     @property
     def is_decoding(self) -> bool:
@@ -112,9 +154,11 @@ class Sequence:
         is_eos = token_id in request.eos_token_ids and not request.ignore_eos
         if is_eos or token_id in request.stop_token_ids:
             return self.flush_text(), FinishReason.STOP
-        text, matched = self._matcher.feed(self._detokenizer.feed(token_id))
-        if matched:
-            return text, FinishReason.STOP
+        text = self._detokenizer.feed(token_id)
+        if request.stop:
+            text, matched = self._matcher.feed(text)
+            if matched:
+                return text, FinishReason.STOP
         if len(self.output) >= request.max_tokens:
             return text + self.flush_text(), FinishReason.LENGTH
         return text, None
@@ -131,6 +175,15 @@ class Sequence:
         """The text held back by detokenizer and stop matcher, for a choice that gets no further token."""
         text, _ = self._matcher.feed(self._detokenizer.flush())
         return text + self._matcher.flush()
+
+    def known_tokens(self, start: int, end: int) -> tuple[int, ...] | list[int]:
+        """The known tokens [start, end): of the prompt, generated, or both."""
+        num_prompt = self.num_prompt
+        if end <= num_prompt:
+            return self.request.prompt_token_ids[start:end]
+        if start >= num_prompt:
+            return self.output[start - num_prompt : end - num_prompt]
+        return (*self.request.prompt_token_ids[start:], *self.output[: end - num_prompt])
 
     def as_new(self) -> NewSequence:
         """The row that the runner opens for it."""

@@ -1,73 +1,94 @@
 """Decides what each step computes: `schedule` makes a plan, a runner executes it, `apply` takes in what came out.
 
 There are no phases. A sequence has tokens known and tokens computed, and each step gives it some of the difference
-within the token budget; prefill, chunked prefill, decode and resuming after a crash are the same rule. A step is in
-flight between `schedule` and `apply`; `add`, `cancel` and `abort` are legal then, too.
+within the token budget; prefill, chunked prefill, decode and resuming after a preemption or a crash are the same rule.
+A step is in flight between `schedule` and `apply`; `add`, `cancel` and `abort` are legal then, too.
 
-Capacity rule: `no_evict`. A sequence takes a seat only when its blocks to completion fit beside the reservations of
-the seated ones, so a decode can never run out of blocks. Blocks are allocated as tokens are computed.
+Here is what changes the state from outside: requests that come and end, and outcomes. planner.py decides a step.
 """
 
-from bisect import insort
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from schemas.reasons import ErrorCode, FinishReason
-from worker.engine.block_pool import BlockPool
+from worker.engine.arrival_queue import ArrivalQueue
+from worker.engine.block_manager import BlockManager
+from worker.engine.config import SchedulerConfig
+from worker.engine.cost import CostModel
+from worker.engine.integrity import check_scheduler
 from worker.engine.lazy_heap import LazyHeap
 from worker.engine.outputs import (
+    BlockCopy,
     EngineEvent,
     EngineStats,
     FinishEvent,
-    ScheduledSequence,
     StepOutcome,
     StepPlan,
     StepRecord,
     TokenEvent,
 )
+from worker.engine.planner import Movement, Planner, StepDraft, request_ids
+from worker.engine.preemption import VictimChooser
+from worker.engine.protocols import PrefillBudget
 from worker.engine.request import Request, Sequence, SequenceStatus
+from worker.engine.waiting import WaitingQueue
 
+__all__ = ["Scheduler", "SchedulerConfig"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The limits of the engine, each at least 1 (else ValueError). Seats beyond the token budget stay empty."""
-
-    num_blocks: int  # in the KV pool
-    block_size: int = 16  # tokens
-    max_num_seqs: int  # seats
-    max_num_batched_tokens: int  # token budget of a step
-    max_model_len: int  # tokens of prompt and output together
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+_RUNNING = SequenceStatus.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class Flight:
     """A step between schedule and apply. `sequences` goes with `plan.scheduled`, one for one."""
 
     plan: StepPlan
     sequences: tuple[Sequence, ...]
+    movements: tuple[Movement, ...]
     record: StepRecord  # `finished` is still to come
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Counts since the start."""
+
+    swaps: int = 0
+    recomputes: int = 0
+    failed_copies: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def take(self, draft: StepDraft) -> None:
+        num_swaps = sum(preemption.mode == "swap" for preemption in draft.preempted)
+        self.swaps += num_swaps
+        self.recomputes += len(draft.preempted) - num_swaps
+        self.cached_tokens += draft.num_cached_tokens
+        self.recomputed_tokens += draft.num_recomputed_tokens
 
 
 class Scheduler:
     """The engine's state: who waits, who has a seat, who owns which block. Not thread-safe; one loop drives it."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue | None = None,
+        cost: CostModel | None = None,
+        prefill_budget: PrefillBudget | None = None,
+    ) -> None:
+        """waiting: the policy (default: class, priority, arrival); cost: chooses between swap and recompute;
+        prefill_budget: caps a step's prefill for the decodes' sake (default: the token budget alone)."""
         self.config = config
-        self._pool = BlockPool(config.num_blocks, config.block_size)
-        self._waiting: LazyHeap[Sequence] = LazyHeap(_is_waiting)
+        self._blocks = BlockManager(config)
+        self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
+        victims = VictimChooser(config, self._blocks, cost)
+        self._planner = Planner(config, self._blocks, victims, self._waiting, prefill_budget)
+        self._running = self._planner.running
+        self._unfinished = self._planner.unfinished
         self._deadlines: LazyHeap[Sequence] = LazyHeap(_is_unfinished)
-        self._running: list[Sequence] = []  # those with a seat, most urgent first
-        self._unfinished: dict[str, list[Sequence]] = {}  # by request id, in choice order
-        self._num_reserved = 0  # blocks promised to the running ones, not yet allocated
-        self._removed: list[int] = []  # rows that the runner has to forget with the next plan
-        self._flight: _Flight | None = None
+        self._leaving: list[Sequence] = []  # ended since the plan of the step in flight
+        self._flight: Flight | None = None
         self._last_record: StepRecord | None = None
+        self._totals = _Totals()
         self._num_sequences = 0
         self._step = 0
         self._now = float("-inf")
@@ -89,11 +110,21 @@ class Scheduler:
         return self._last_record
 
     def stats(self) -> EngineStats:
+        device, host, totals = self._blocks.device, self._blocks.host, self._totals
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_blocks=self._pool.num_blocks,
-            num_blocks_used=self._pool.num_used,
+            num_blocks=device.num_blocks,
+            num_blocks_used=device.num_used,
+            num_blocks_cached=device.num_cached,
+            num_blocks_draining=device.num_draining,
+            num_host_blocks=host.num_blocks,
+            num_host_blocks_used=host.num_used,
+            total_swaps=totals.swaps,
+            total_recomputes=totals.recomputes,
+            total_failed_copies=totals.failed_copies,
+            total_cached_tokens=totals.cached_tokens,
+            total_recomputed_tokens=totals.recomputed_tokens,
         )
 
     def add(self, request: Request) -> list[EngineEvent]:
@@ -116,15 +147,16 @@ class Scheduler:
             reason = seq.replay(request.accepted[choice]) if request.accepted else None
             if reason is not None:
                 events.append(FinishEvent(request.request_id, choice, reason))
-            elif self._blocks_to_completion(seq) > self._pool.num_blocks:
+            elif self._blocks_to_completion(seq) > self.config.num_blocks:
                 events.append(self._never_fits(seq))
             else:
                 unfinished.append(seq)
-                self._waiting.push(seq.order_key, seq.seq_id, seq)
                 if request.deadline is not None:
                     self._deadlines.push((request.deadline,), seq.seq_id, seq)
         if unfinished:
             self._unfinished[request.request_id] = unfinished
+            for seq in unfinished:
+                self._waiting.push(seq, max(self._now, request.arrival))
         return events
 
     def cancel(self, request_id: str, reason: FinishReason) -> list[EngineEvent]:
@@ -134,7 +166,7 @@ class Scheduler:
         """
         sequences = self._unfinished.get(request_id, [])
         events: list[EngineEvent] = [
-            FinishEvent(request_id, seq.choice, reason, tail=seq.flush_text()) for seq in sequences
+            FinishEvent(request_id, seq.choice, reason, tail=seq.flush_text(), stats=seq.stats) for seq in sequences
         ]
         self._end(*sequences)
         return events
@@ -153,125 +185,121 @@ class Scheduler:
         events = self._expire(now)
         if not self.has_work:
             return None, events
-        self._flight = self._plan_step(now)
+        draft = self._planner.plan(self._step + 1, now)
+        if not (draft.scheduled or draft.swap_ins or draft.swap_outs):
+            # A policy may hold the waiting back (a tenant at its limit); anything else is a stall.
+            assert not self._running, "sequences have seats, but none of them can run"
+            assert self._waiting.head(now) is None, "somebody waits and nobody runs, but there is no room"
+            return None, events
+        self._step += 1
+        self._totals.take(draft)
+        self._flight = self._take_off(draft, now)
         return self._flight.plan, events
 
-    def apply(self, outcome: StepOutcome, now: float) -> list[EngineEvent]:
-        """Takes in the tokens of the step in flight; frees the seats and blocks of all that ended since its plan.
-
-        A failed sequence takes its whole request with it, with the error `internal`. Asserts that the outcome belongs
-        to that step and has a token for each other choice that samples and goes on.
-        """
-        flight = self._flight
-        assert flight is not None, "no step is in flight"
-        assert outcome.step == flight.plan.step, f"outcome of step {outcome.step}, in flight is {flight.plan.step}"
-        self._advance_clock(now)
-        events: list[EngineEvent] = []
-        for part, seq in zip(flight.plan.scheduled, flight.sequences, strict=True):
-            if seq.status is SequenceStatus.LEAVING:
-                continue
-            if seq.seq_id in outcome.failed:
-                events += self._fail(seq.request.request_id, outcome.failed[seq.seq_id])
-                continue
-            seq.num_computed += part.num_tokens
-            if not part.samples:
-                continue
-            token = outcome.tokens.get(seq.seq_id)
-            assert token is not None, f"step {outcome.step} has no token for sequence {seq.seq_id}"
-            text, reason = seq.append(token.token_id)
-            events.append(TokenEvent(seq.request.request_id, seq.choice, token, text))
-            if reason is not None:
-                events.append(FinishEvent(seq.request.request_id, seq.choice, reason))
-                self._end(seq)
-        self._flight = None
-        finished = self._release_leaving()
-        self._last_record = replace(flight.record, finished=finished)
-        return events
-
-    def _plan_step(self, now: float) -> _Flight:
-        """Decodes first, one token each; then unfinished prefills; then the waiting, while there is room."""
-        budget = self.config.max_num_batched_tokens
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        for seq in self._running:
-            (decoding if seq.is_decoding else prefilling).append(seq)
-        sequences: list[Sequence] = []
-        scheduled: list[ScheduledSequence] = []
-        # The budget reaches everyone seated: a seat is taken only while budget is left, so at most one prefill is open.
-        for seq in (*decoding, *prefilling):
-            sequences.append(seq)
-            scheduled.append(self._grant(seq, budget))
-            budget -= scheduled[-1].num_tokens
-        num_decode_tokens = len(decoding)
-        admitted: list[Sequence] = []
-        while budget and (head := self._fitting_head()) is not None:
-            self._admit(head)
-            admitted.append(head)
-            sequences.append(head)
-            scheduled.append(self._grant(head, budget))
-            budget -= scheduled[-1].num_tokens
-        assert scheduled, "there is work, but none of it can run"
-        self._step += 1
+    def _take_off(self, draft: StepDraft, now: float) -> Flight:
+        removed = self._planner.removed
         plan = StepPlan(
             step=self._step,
-            removed=tuple(self._removed),
-            new=tuple(seq.as_new() for seq in admitted),
-            scheduled=tuple(scheduled),
+            removed=tuple(removed),
+            new=tuple(draft.new),
+            scheduled=tuple(draft.scheduled),
+            swap_outs=tuple(draft.swap_outs),
+            copies=tuple(draft.copies),
+            swap_ins=tuple(draft.swap_ins),
         )
-        self._removed.clear()
-        seats_by_lane = Counter(seq.request.lane for seq in self._running)
+        removed.clear()
         record = StepRecord(
             step=self._step,
             at=now,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_decode_tokens=num_decode_tokens,
-            num_prefill_tokens=self.config.max_num_batched_tokens - num_decode_tokens - budget,
-            num_blocks_used=self._pool.num_used,
-            admitted=_request_ids(admitted),
+            num_decode_tokens=draft.num_decode_tokens,
+            num_prefill_tokens=draft.num_prefill_tokens,
+            num_blocks_used=self._blocks.device.num_used,
+            admitted=request_ids(draft.admitted),
             finished=(),
-            seats_by_lane=dict(seats_by_lane),
+            seats_by_lane=dict(self._planner.seats_by_lane),
+            preempted=tuple(draft.preempted),
+            paused=request_ids(draft.paused),
+            num_swap_out_blocks=len(draft.swap_outs),
+            num_swap_in_blocks=len(draft.swap_ins),
+            num_copied_blocks=len(draft.copies),
+            num_cached_tokens=draft.num_cached_tokens,
+            num_recomputed_tokens=draft.num_recomputed_tokens,
         )
-        return _Flight(plan, tuple(sequences), record)
+        return Flight(plan, tuple(draft.sequences), tuple(draft.movements), record)
 
-    def _grant(self, seq: Sequence, budget: int) -> ScheduledSequence:
-        """Gives a running sequence what is left of it to compute, at most budget tokens, and the blocks they need."""
-        start, num_known = seq.num_computed, seq.num_tokens
-        num_tokens = min(num_known - start, budget)
-        assert num_tokens > 0, f"sequence {seq.seq_id} has a seat and gets no token"
-        end = start + num_tokens
-        new_block_ids: list[int] = []
-        num_missing = self._pool.blocks_for(end) - len(seq.block_ids)
-        if num_missing:
-            new_block_ids = self._pool.allocate(num_missing)
-            seq.block_ids += new_block_ids
-            self._num_reserved -= num_missing
-        return ScheduledSequence(seq.seq_id, start, num_tokens, tuple(new_block_ids), samples=end == num_known)
+    def apply(self, outcome: StepOutcome, now: float) -> list[EngineEvent]:
+        """Takes in the tokens of the step in flight; frees the seats and blocks of all that ended since its plan.
 
-    def _fitting_head(self) -> Sequence | None:
-        """The most urgent waiting sequence, if there is a seat for it and its blocks fit beside all reservations."""
-        head = self._waiting.peek()
-        if head is None or len(self._running) == self.config.max_num_seqs:
-            return None
-        fits = self._blocks_to_completion(head) <= self._pool.num_free - self._num_reserved
-        return head if fits else None
+        A failed sequence takes its whole request with it, with the error `internal`. What a failed copy should have
+        brought is computed again. Asserts that the outcome belongs to that step and has a token for each other choice
+        that samples and goes on.
+        """
+        flight = self._flight
+        assert flight is not None, "no step is in flight"
+        assert outcome.step == flight.plan.step, f"outcome of step {outcome.step}, in flight is {flight.plan.step}"
+        self._advance_clock(now)
+        if outcome.failed_copies:
+            self._fall_back(flight, outcome.failed_copies)
+        events: list[EngineEvent] = []
+        tokens, failed = outcome.tokens, outcome.failed
+        on_tokens, block_size = self._waiting.on_tokens, self.config.block_size
+        for part, seq in zip(flight.plan.scheduled, flight.sequences, strict=True):
+            if seq.status is not _RUNNING:
+                continue
+            seq_id, _, num_tokens, _, samples = part
+            request_id = seq.request.request_id
+            if failed and seq_id in failed:
+                events += self._fail(request_id, failed[seq_id])
+                continue
+            seq.num_computed += num_tokens
+            if seq.num_computed // block_size > seq.num_hashed:
+                self._blocks.note_computed(seq)
+            if not samples:
+                continue
+            token = tokens.get(seq_id)
+            assert token is not None, f"step {outcome.step} has no token for sequence {seq_id}"
+            text, reason = seq.append(token.token_id)
+            on_tokens(seq, 1)
+            events.append(TokenEvent(request_id, seq.choice, token, text))
+            if reason is not None:
+                events.append(FinishEvent(request_id, seq.choice, reason, stats=seq.stats))
+                self._end(seq)
+        self._flight = None
+        self._blocks.end_step()
+        finished = self._release_leaving()
+        self._last_record = replace(flight.record, finished=finished)
+        return events
 
-    def _admit(self, seq: Sequence) -> None:
-        """Seats a waiting sequence and reserves its blocks to completion."""
-        seq.move_to(SequenceStatus.RUNNING)
-        self._waiting.note_left()
-        seq.num_prefill = seq.num_tokens
-        self._num_reserved += self._blocks_to_completion(seq)
-        insort(self._running, seq, key=_urgency)
+    def _fall_back(self, flight: Flight, failed: tuple[BlockCopy, ...]) -> None:
+        """What did not arrive is computed again; what arrived before it, in the host pool, stays."""
+        lost = dict.fromkeys(failed)
+        self._totals.failed_copies += len(failed)
+        for movement in flight.movements:
+            seq = movement.seq
+            num_arrived = next((i for i, copy in enumerate(movement.copies) if copy in lost), None)
+            if num_arrived is None or seq.status not in (_RUNNING, SequenceStatus.WAITING):
+                continue
+            if movement.is_swap_out:
+                self._blocks.truncate_host(seq, num_arrived)
+                continue
+            seq.num_lost = max(seq.num_lost, seq.num_computed)
+            if seq.status is _RUNNING:
+                self._planner.give_up_seat(seq)
+                seq.move_to(SequenceStatus.WAITING)
+                self._waiting.push(seq, self._now)
+            self._blocks.release(seq, fence=True)
+            self._blocks.drop_host(seq, fence=True)
 
     def _blocks_to_completion(self, seq: Sequence) -> int:
-        return self._pool.blocks_for(seq.max_num_tokens)
+        return self._blocks.device.blocks_for(seq.max_num_tokens)
 
     def _never_fits(self, seq: Sequence) -> FinishEvent:
         message = (
             f"prompt ({seq.num_prompt} tokens) and max_tokens ({seq.request.max_tokens}) need "
-            f"{self._blocks_to_completion(seq)} blocks of {self._pool.block_size} tokens; "
-            f"the KV cache has {self._pool.num_blocks}"
+            f"{self._blocks_to_completion(seq)} blocks of {self.config.block_size} tokens; "
+            f"the KV cache has {self.config.num_blocks}"
         )
         return FinishEvent(
             seq.request.request_id,
@@ -284,7 +312,9 @@ class Scheduler:
     def _fail(self, request_id: str, message: str) -> list[EngineEvent]:
         sequences = self._unfinished[request_id]
         events: list[EngineEvent] = [
-            FinishEvent(request_id, seq.choice, FinishReason.ERROR, seq.flush_text(), ErrorCode.INTERNAL, message)
+            FinishEvent(
+                request_id, seq.choice, FinishReason.ERROR, seq.flush_text(), ErrorCode.INTERNAL, message, seq.stats
+            )
             for seq in sequences
         ]
         self._end(*sequences)
@@ -297,7 +327,8 @@ class Scheduler:
             request = seq.request
             if request.deadline is None or request.deadline > now:
                 break
-            events.append(FinishEvent(request.request_id, seq.choice, FinishReason.DEADLINE, tail=seq.flush_text()))
+            tail = seq.flush_text()
+            events.append(FinishEvent(request.request_id, seq.choice, FinishReason.DEADLINE, tail, stats=seq.stats))
             self._end(seq)
         return events
 
@@ -306,9 +337,13 @@ class Scheduler:
         for seq in sequences:
             if seq.status is SequenceStatus.WAITING:
                 seq.move_to(SequenceStatus.FINISHED)
-                self._waiting.note_left()
+                self._waiting.remove(seq)
+                # The step in flight may be copying its KV, in or out.
+                self._blocks.release(seq, fence=self._flight is not None)
+                self._blocks.drop_host(seq, fence=self._flight is not None)
             else:
                 seq.move_to(SequenceStatus.LEAVING)
+                self._leaving.append(seq)
             if seq.request.deadline is not None:
                 self._deadlines.note_left()
             unfinished = self._unfinished[seq.request.request_id]
@@ -319,78 +354,24 @@ class Scheduler:
             self._release_leaving()
 
     def _release_leaving(self) -> tuple[str, ...]:
-        """Frees seats, blocks and reservations of all that leave; returns the requests that are over with that."""
-        leaving = [seq for seq in self._running if seq.status is SequenceStatus.LEAVING]
+        """Frees seats and blocks of all that leave; returns the requests that are over with that."""
+        leaving, self._leaving = self._leaving, []
         for seq in leaving:
-            self._num_reserved -= self._blocks_to_completion(seq) - len(seq.block_ids)
-            self._pool.free(seq.block_ids)
-            seq.block_ids = []
-            self._removed.append(seq.seq_id)
+            self._planner.give_up_seat(seq)
+            self._blocks.release(seq)
+            self._blocks.drop_host(seq, fence=False)
             seq.move_to(SequenceStatus.FINISHED)
-        if leaving:
-            self._running = [seq for seq in self._running if seq.status is SequenceStatus.RUNNING]
-        return _request_ids(seq for seq in leaving if seq.request.request_id not in self._unfinished)
+        return tuple(request_id for request_id in request_ids(leaving) if request_id not in self._unfinished)
 
     def _advance_clock(self, now: float) -> None:
         assert now >= self._now, f"the clock went back from {self._now} to {now}"
         self._now = now
 
     def check_integrity(self) -> None:
-        """Asserts the invariants I1 to I7 of README.md. O(blocks + sequences): for tests and behind a debug flag."""
-        self._pool.check_integrity()
-        owned = [block_id for seq in self._running for block_id in seq.block_ids]
-        assert len(dict.fromkeys(owned)) == len(owned), "I2: a block is in two tables"
-        assert len(owned) == self._pool.num_used, f"I2: {self._pool.num_used} blocks allocated, {len(owned)} in tables"
-
-        in_flight: dict[int, ScheduledSequence] = {}
-        if self._flight is not None:
-            in_flight = {part.seq_id: part for part in self._flight.plan.scheduled}
-            assert self._flight.plan.num_tokens <= self.config.max_num_batched_tokens, "I5: a step is above its budget"
-        for seq in self._running:
-            self._check_sequence(seq, in_flight.get(seq.seq_id))
-
-        promised = sum(self._blocks_to_completion(seq) - len(seq.block_ids) for seq in self._running)
-        assert self._num_reserved == promised, f"I4: {self._num_reserved} blocks reserved, {promised} promised"
-        assert promised <= self._pool.num_free, f"I4: {promised} blocks promised, {self._pool.num_free} free"
-        assert len(self._running) <= self.config.max_num_seqs, "I5: more sequences than seats"
-        urgencies = [_urgency(seq) for seq in self._running]
-        assert urgencies == sorted(urgencies), "I5: seats are out of order"
-
-        unfinished = [seq for sequences in self._unfinished.values() for seq in sequences]
-        running = [seq for seq in self._running if seq.status is SequenceStatus.RUNNING]
-        waiting = [seq for seq in unfinished if seq.status is SequenceStatus.WAITING]
-        assert len(running) == len(self._running) or self._flight is not None, "I7: a seat is kept without a step"
-        assert len(unfinished) == len(running) + len(waiting), "I7: a sequence is in no place, or in two"
-        assert len(waiting) == len(self._waiting) == self._waiting.recount(), "I7: the waiting are miscounted"
-        timed = sum(seq.request.deadline is not None for seq in unfinished)
-        assert timed == len(self._deadlines) == self._deadlines.recount(), "I7: a deadline is lost"
-
-    def _check_sequence(self, seq: Sequence, part: ScheduledSequence | None) -> None:
-        """Asserts what README.md says of a seated sequence; part: what the step in flight computes of it."""
-        name = f"sequence {seq.seq_id}"
-        num_tokens = part.num_tokens if part else 0
-        if seq.status is SequenceStatus.RUNNING:
-            assert 0 <= seq.num_computed < seq.num_tokens, f"I6: {name} has nothing left to compute"
-        assert part is None or part.start == seq.num_computed, f"I6: {name} is not contiguous"
-        expected = self._pool.blocks_for(seq.num_computed + num_tokens)
-        assert len(seq.block_ids) == expected, f"I3: {name} has {len(seq.block_ids)} blocks, needs {expected}"
-        assert expected <= self._blocks_to_completion(seq), f"I3: {name} is above its reservation"
-        assert seq.seq_id not in self._removed, f"I7: {name} has a seat and is removed"
+        """Asserts the invariants of README.md. O(blocks + sequences): for tests and behind a debug flag."""
+        plan = None if self._flight is None else self._flight.plan
+        check_scheduler(self.config, self._blocks, self._planner, self._waiting, self._deadlines, plan)
 
 
 def _is_unfinished(seq: Sequence) -> bool:
     return seq.status in (SequenceStatus.WAITING, SequenceStatus.RUNNING)
-
-
-def _is_waiting(seq: Sequence) -> bool:
-    return seq.status is SequenceStatus.WAITING
-
-
-def _urgency(seq: Sequence) -> tuple[tuple[float, float], int]:
-    """Total order of sequences: the order key, then the arrival number."""
-    return (seq.order_key, seq.seq_id)
-
-
-def _request_ids(sequences: Iterable[Sequence]) -> tuple[str, ...]:
-    """Their requests, each once, in order."""
-    return tuple(dict.fromkeys(seq.request.request_id for seq in sequences))

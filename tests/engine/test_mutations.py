@@ -1,0 +1,145 @@
+"""Rules broken on purpose: the invariants or the fake runner notice each of them in a short run."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine.builders import Engine, make_request
+from worker.engine import planner
+from worker.engine.block_manager import BlockManager
+from worker.engine.block_pool import BlockPool
+from worker.engine.outputs import BlockCopy
+from worker.engine.preemption import VictimChooser
+from worker.engine.request import Sequence
+
+
+def busy_run() -> None:
+    """Two classes, shared beginnings, forks, too few blocks and seats, swap; asserts each rule that it can see."""
+    engine = Engine(
+        num_blocks=20, num_host_blocks=30, preemption="swap", max_num_batched_tokens=24, max_num_seqs=4, watermark=0.15
+    )
+    for number in range(24):
+        prompt = [*range(1, 9 if number % 2 else 1), *range(100 * number, 100 * number + 5 + number % 4)]
+        request = make_request(
+            f"r{number}", prompt=prompt, priority_class=number % 2, n=1 + number % 3 // 2, max_tokens=4 + number % 15
+        )
+        engine.add(request)
+        engine.step()
+        check_rules(engine)
+    while engine.scheduler.has_work:
+        engine.step()
+        check_rules(engine)
+    engine.run()
+
+
+def check_rules(engine: Engine) -> None:
+    """What a record must show: the watermark after an admission, and strictly lower victims for a seat."""
+    record = engine.records[-1]
+    classes = {f"r{number}": number % 2 for number in range(24)}
+    for preemption in record.preempted:
+        if preemption.beneficiary in record.admitted and preemption.beneficiary != preemption.request_id:
+            assert classes[preemption.request_id] < classes[preemption.beneficiary], "a victim of equal class"
+    if record.admitted and record.num_running > len(record.admitted) and not record.preempted:
+        # Free, or owed to nobody: at least 15 % of 20. Ends of this very step are not counted.
+        assert engine.scheduler.config.num_blocks - record.num_blocks_used >= 3, "the watermark is not left free"
+
+
+def skip_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = BlockPool.share
+
+    def broken(self: BlockPool, block_ids: list[int]) -> list[int]:
+        table = share(self, block_ids)
+        for block_id in table:
+            if self._refs[block_id] > 1:
+                self._refs[block_id] -= 1
+        return table
+
+    monkeypatch.setattr(BlockPool, "share", broken)
+
+
+def lower_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = BlockManager.__init__
+
+    def broken(self: BlockManager, config) -> None:
+        start(self, config)
+        self.watermark -= 1
+
+    monkeypatch.setattr(BlockManager, "__init__", broken)
+
+
+def lose_a_swap_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_in = BlockManager._swap_in
+    monkeypatch.setattr(BlockManager, "_swap_in", lambda self, seq, first: swap_in(self, seq, first)[1:])
+
+
+def lose_a_swap_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_out = BlockManager.swap_out
+    monkeypatch.setattr(BlockManager, "swap_out", lambda self, seq: swap_out(self, seq)[:-1])
+
+
+def reuse_a_draining_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "drain", BlockPool.free)
+
+
+def displace_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        VictimChooser, "_is_lower", lambda self, victim, seq: victim.priority_class <= seq.priority_class
+    )
+    monkeypatch.setattr(planner.Planner, "_may_displace", lambda self, seq: bool(self.running))
+
+
+def write_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: BlockManager, seq: Sequence, sibling: Sequence) -> list[BlockCopy]:
+        index = len(seq.block_ids)
+        if seq.num_prompt % self.block_size and seq.num_prompt // self.block_size == index and not seq.output:
+            seq.block_ids += self.device.share((sibling.block_ids[index],))
+            seq.num_computed = seq.num_prompt - 1
+        return []
+
+    monkeypatch.setattr(BlockManager, "_fork_partial", broken)
+
+
+def trust_an_old_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.block_manager.block_digest", lambda parent, tokens: bytes([tokens[-1] % 5]))
+
+
+def forget_what_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "room", property(lambda self: self.device.num_free + self.device.num_draining))
+
+
+def test_the_run_passes_with_all_rules_in_force() -> None:
+    """Nothing is broken: the busy run ends, so that what follows proves something."""
+    busy_run()
+
+
+@pytest.mark.parametrize(
+    ("mutate", "complaint"),
+    [
+        (skip_a_reference, "P1|P2|freed twice|I2|tables"),
+        (lower_the_watermark, "watermark"),
+        (lose_a_swap_in, "corrupt"),
+        (lose_a_swap_out, "corrupt"),
+        (reuse_a_draining_block, "written while it drains"),
+        (displace_equals, "a victim of equal class"),
+        (write_shared_blocks, "I2|written"),
+        (trust_an_old_digest, "corrupt"),
+    ],
+)
+def test_a_broken_rule_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rule is broken, and the run does not end well: the message tells which kind of rule."""
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=complaint):
+        busy_run()
+
+
+def test_forgetting_what_is_owed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill that has begun is promised its blocks: whoever gives them away breaks I1."""
+    forget_what_is_owed(monkeypatch)
+    engine = Engine(num_blocks=10, max_num_batched_tokens=8)
+    engine.add(make_request("low", prompt=36, max_tokens=2))
+    engine.step()
+    engine.add(make_request("high", prompt=range(100, 128), priority_class=1, max_tokens=2))
+    with pytest.raises(AssertionError, match="I1: 12 blocks owed, 6 free now or soon"):
+        engine.step(in_flight=engine.scheduler.check_integrity)

@@ -1,0 +1,95 @@
+"""Tenants' max_running: kept, and nothing idles because of it."""
+
+import random
+
+import pytest
+
+from tests.engine_policies.world import World
+from worker.engine.policies import POLICIES, PolicyConfig, make_policy
+from worker.engine.tiers import TenantPolicy
+
+LIMITS = {"a": 1, "b": 3, "c": None}
+TENANTS = {name: TenantPolicy(name=name, max_running=limit) for name, limit in LIMITS.items()}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_limits_hold_and_nothing_idles(name: str, seed: int):
+    """No tenant sits above its limit; head() is None only when every waiting tenant is at its limit."""
+    rng = random.Random(seed)
+    world = World(make_policy(name, tenants=TENANTS))
+    for _ in range(300):
+        kind = rng.choice(["push", "push", "admit", "admit", "end", "displace", "cancel", "wait"])
+        if kind == "push":
+            world.push(tenant=rng.choice("abc"), priority_class=rng.randrange(3), arrival=world.now)
+        elif kind == "admit":
+            world.admit_head()
+        elif kind == "end" and world.seated:
+            world.finish(rng.choice(list(world.seated.values())))
+        elif kind == "displace" and world.seated:
+            world.displace(rng.choice(list(world.seated.values())))
+        elif kind == "cancel" and world.waiting:
+            world.cancel(rng.choice(list(world.waiting.values())))
+        elif kind == "wait":
+            world.now += rng.choice([0.0, 1.0, 5.0])
+        may_run = {
+            seq.request.tenant
+            for seq in world.waiting.values()
+            if LIMITS[seq.request.tenant] is None or world.num_seated(seq.request.tenant) < LIMITS[seq.request.tenant]
+        }
+        head = world.queue.head(world.now)
+        world.queue.check_integrity()
+        assert (head is None) == (not may_run)
+        assert head is None or head.request.tenant in may_run
+        for tenant, limit in LIMITS.items():
+            assert limit is None or world.num_seated(tenant) <= limit
+
+
+def test_unknown_tenants_have_the_default_terms():
+    """A tenant that nobody configured gets the default's weight and limit, for itself."""
+    config = PolicyConfig(default_tenant=TenantPolicy(name="default", max_running=1))
+    world = World(make_policy("fcfs", config=config))
+    first, _, other = world.push(tenant="x"), world.push(tenant="x"), world.push(tenant="y")
+    assert list(world.queue.first(0.0, 3)) == [first, other]
+
+
+def test_a_worker_grants_its_share_of_the_limit():
+    """Half of the lanes' partitions: half of the seats; a share that rounds to nothing leaves one."""
+    world = World(make_policy("fcfs", tenants={"t": TenantPolicy(name="t", max_running=4)}))
+    for _ in range(6):
+        world.push(tenant="t")
+    world.queue.share(0.5)
+    assert len(list(world.queue.first(0.0, 6))) == 2
+    for _ in range(2):
+        world.admit_head()
+    assert world.queue.head(0.0) is None
+    world.queue.share(1.0)
+    world.admit_head()
+    world.queue.share(0.01)
+    assert world.queue.head(0.0) is None
+    for seq in list(world.seated.values()):
+        assert world.queue.head(0.0) is None
+        world.finish(seq)
+    assert len(list(world.queue.first(0.0, 6))) == 1
+
+
+def test_being_at_the_limit_saves_up_no_claim():
+    """A tenant that waited for its own seats is level with the others when it gets one, not ahead of them."""
+    tenants = {"capped": TenantPolicy(name="capped", max_running=1)}
+    world = World(make_policy("wfq", tenants=tenants))
+    for _ in range(10):
+        world.push(tenant="capped", prompt=10)
+        world.push(tenant="free", prompt=10)
+    holder = world.admit_head()
+    assert holder.request.tenant == "capped"
+    for _ in range(8):
+        world.push(tenant="free", prompt=10)
+        assert world.admit_head().request.tenant == "free"
+    world.finish(holder)
+    turns = []
+    for _ in range(6):
+        seq = world.admit_head()
+        turns.append(seq.request.tenant)
+        if seq.request.tenant == "capped":
+            world.finish(seq)
+    assert turns.count("capped") == 3

@@ -1,0 +1,119 @@
+"""What a machine with a model costs: how long a step takes, and how much it holds. Named, or from a TOML file."""
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.engine.outputs import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Seconds of a step: base + prefill tokens + context tokens + decodes, each with its price, + blocks swapped.
+
+    Context tokens are the KV that attention reads: of every scheduled sequence, all tokens up to the last it computes.
+    The linear form is that of research/engine.md 4.2. Prices are at least 0, limits at least 1 (else ValueError).
+    """
+
+    name: str
+    base_s: float  # reading the weights, launching, sampling
+    prefill_s: float  # per token of a sequence that computes more than one
+    context_s: float  # per token of KV read
+    decode_s: float  # per sequence that computes one token
+    swap_s: float  # per block copied between device and host
+    num_blocks: int
+    num_host_blocks: int = 0
+    block_size: int = 16  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            lowest = 1 if field.type is int and field.name != "num_host_blocks" else 0
+            if field.type in (int, float) and value < lowest:
+                raise ValueError(f"profile {self.name}: {field.name} must be at least {lowest}, got {value}")
+        if self.base_s + self.decode_s <= 0:
+            raise ValueError(f"profile {self.name}: a decode step must take time")
+
+    def step_s(self, num_prefill: int, num_context: int, num_decodes: int, num_swapped: int = 0) -> float:
+        """Seconds of a step with so many prefill tokens, context tokens, decodes and blocks swapped."""
+        return (
+            self.base_s
+            + self.prefill_s * num_prefill
+            + self.context_s * num_context
+            + self.decode_s * num_decodes
+            + self.swap_s * num_swapped
+        )
+
+    def plan_s(self, plan: StepPlan) -> float:
+        """Seconds that a plan takes: copies are not hidden behind the forward."""
+        num_prefill = num_context = num_decodes = 0
+        for part in plan.scheduled:
+            num_tokens = part.num_tokens
+            num_context += part.start + num_tokens
+            if num_tokens == 1:
+                num_decodes += 1
+            else:
+                num_prefill += num_tokens
+        return self.step_s(num_prefill, num_context, num_decodes, len(plan.swap_outs) + len(plan.swap_ins))
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        # Llama-3.1-8B in bf16 on one H200, computed from data sheets (research/engine.md 3.2 and 5), not measured:
+        # weights of 16 GB at 85 % of 4.8 TB/s, and launches; 2 x 8e9 FLOP a token at half of 989 TFLOP/s; 128 KiB of
+        # KV a token at 4 TB/s; a block of 2 MiB at 50 GB/s; 105 GB of KV. Host pool: as large again.
+        Profile(
+            name="h200",
+            base_s=5e-3,
+            prefill_s=32.5e-6,
+            context_s=33e-9,
+            decode_s=10e-6,
+            swap_s=42e-6,
+            num_blocks=50_000,
+            num_host_blocks=50_000,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_model_len=32_768,
+        ),
+        # SmolLM2-135M in float32 on two cores, estimated: 0.54 GB of weights at 18 GB/s, 0.27 GFLOP a token at
+        # 70 GFLOP/s, 45 KiB of KV a token (a block: 0.7 MiB) at 10 GB/s.
+        Profile(
+            name="cpu",
+            base_s=30e-3,
+            prefill_s=4e-3,
+            context_s=4.5e-6,
+            decode_s=4e-3,
+            swap_s=150e-6,
+            num_blocks=4096,
+            num_host_blocks=4096,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            max_model_len=8192,
+        ),
+    )
+}
+
+
+def load_profile(name: str) -> Profile:
+    """A named profile, or that of a TOML file with Profile's fields as keys.
+
+    In a file, `like = "h200"` takes what is not given from a named one. Raises ValueError or OSError.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"profile {name}: neither a file nor one of {', '.join(PROFILES)}")
+    try:
+        given: dict[str, Any] = tomllib.loads(path.read_text())
+        like = given.pop("like", None)
+        start = dataclasses.asdict(PROFILES[like]) if like else {}
+        return Profile(**{**start, "name": path.stem, **given})
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"profile {name}: {error}") from None
