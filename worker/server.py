@@ -196,6 +196,9 @@ class RequestServer:
             if outcome is not Outcome.LOST:
                 self._sources[call.delivery.lane].done(call.delivery)
             self._log(call, outcome)
+        except Exception:
+            # Nothing more can be tried here. It stays undone, so the partition's next owner tries again.
+            log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
             self._drop_engine_request(call)
             self._sink.forget(call.address)
@@ -474,8 +477,11 @@ class RequestServer:
     # Other topics
 
     async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
-        if await self._bury(delivery, reason, message):
-            self._sources[delivery.lane].done(delivery)
+        try:
+            if await self._bury(delivery, reason, message):
+                self._sources[delivery.lane].done(delivery)
+        except Exception:
+            log.exception("request.abandoned", input=delivery.source.to_fields())
 
     async def _bury(self, delivery: Delivery, reason: str, message: str) -> bool:
         """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""

@@ -1,4 +1,4 @@
-"""Records that only a careless or hostile producer writes: each is answered or buried, and nothing else is disturbed."""
+"""Records that only a careless or hostile producer writes: each is answered or buried, and nobody is disturbed."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ async def send_poison(raw: AIOKafkaProducer, producer: Producer, bootstrap: str)
         ({"temperature": 1e308}, "length"),
         ({"temperature": 1.0, "top_k": 2**64 - 1}, None),  # served or refused
         ({"model": "\x00" * 400_000}, "error"),
-        ({"stream": False, "logprobs": 20, "max_tokens": 3000}, "error"),  # does not fit into one record
+        ({"stream": False, "logprobs": 20, "max_tokens": 4000}, "error"),  # does not fit into one record
     ):
         expected[await producer.ask("standard", **body)] = finish
     lane = "poison.standard"

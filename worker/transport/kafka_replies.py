@@ -77,6 +77,8 @@ class KafkaReplies:
         if value is not None and len(value) > room:
             headers = [*headers, ("truncated_from", str(len(value)).encode())]
             value = value[: max(0, room - 64)]
+        if key is None and value is None:
+            value = b""  # aiokafka writes no record without both
         if room < 0:  # headers alone are too much: what we added ourselves is small and comes last
             headers, key = headers[-16:], None
         return await self._append(topic, None, key, value, headers) is not None
