@@ -42,16 +42,21 @@ class CountingRunner:
         return self._runner.execute(plan)
 
 
-def run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
-    return asyncio.run(_run(workload, on_tokens))
+def run(
+    workload: Workload,
+    on_tokens: Callable[[int], None],
+    observe: Callable[[Runner], Runner] = lambda runner: runner,
+) -> Run:
+    """Serves the workload. `observe` may put a runner of its own around the model's."""
+    return asyncio.run(_run(workload, on_tokens, observe))
 
 
-async def _run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
+async def _run(workload: Workload, on_tokens: Callable[[int], None], observe: Callable[[Runner], Runner]) -> Run:
     config = WorkerConfig(
         model=workload.model, max_num_seqs=workload.max_num_seqs, num_threads=workload.num_threads, log_level="warning"
     )
     facts, runner, num_blocks = build(config)
-    counting = CountingRunner(runner)
+    counting = CountingRunner(observe(runner))
     engine = Worker(config, facts, counting, num_blocks).engine  # configured as a worker's is
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.run())

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
+class OtherLoad:
+    """How many cores programs other than this one and its children use, from construction on (Linux)."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._used = _cpu_seconds_of_others()
+
+    def cores(self) -> float:
+        """The mean so far. Children that have not been waited for count as others; 0 where it cannot be told."""
+        return max(0.0, _cpu_seconds_of_others() - self._used) / (time.monotonic() - self._since)
+
+
+def _cpu_seconds_of_others() -> float:
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    everybody = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return everybody - sum(os.times()[:4])
+
+
 def machine_facts(num_threads: int) -> dict[str, Any]:
-    """For the JSON file: machine, versions, commit, and how busy the machine is before we start."""
+    """For the JSON file: machine, versions and commit."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -23,7 +45,6 @@ def machine_facts(num_threads: int) -> dict[str, Any]:
         "threads": num_threads,
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
-        "load_before": round(os.getloadavg()[0], 2),
     }
 
 

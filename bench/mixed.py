@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.child import ChildFailed, in_child
 from bench.comparison import Comparison, compare
 from bench.contenders import Contender
-from bench.machine import machine_facts
+from bench.machine import OtherLoad, machine_facts
 from bench.report import agreement_line, figures_table
 from bench.workload import MIXED_64, Workload, load_trace
 
@@ -58,7 +58,8 @@ def mixed(
       to its longest prompt and run to its longest answer.
 
     Each runs in a process of its own, one after the other; loading the model is not measured. Read the ratio (to the
-    better static batching), not the absolute figures: they are the machine's. *Slots used* is the share of places in
+    better static batching), not the absolute figures: they are the machine's, and no figure holds when other programs
+    run meanwhile (the last line tells). *Slots used* is the share of places in
     forward passes that gave a token somebody wanted, *KV used* the share of KV memory that was still needed. The exit
     status is 1 if an answer of ours differs from what transformers generates for the request alone.
 
@@ -73,17 +74,22 @@ def mixed(
         f"{model}, {seats} seats, {threads} threads, {repeats} runs each"
     )
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    other_load: list[float] = []  # cores, during each run
     with Progress(*columns, console=console) as progress:
 
         def call(what: str, num_tokens: int, function: Callable[[Callable[[int], None]], Any]) -> Any:
-            task = progress.add_task(what, total=num_tokens)
-            return in_child(function, lambda n: progress.advance(task, n))
+            task, others = progress.add_task(what, total=num_tokens), OtherLoad()
+            try:
+                return in_child(function, lambda n: progress.advance(task, n))
+            finally:
+                other_load.append(round(others.cores(), 2))
 
         try:
             comparison = compare(workload, contenders, repeats=repeats, num_checked=check, call=call)
         except ChildFailed as error:
             console.print(str(error), markup=False)
             raise typer.Exit(2) from None
+    machine["other_load_cores"] = other_load
     _report(comparison, machine, markdown=markdown)
     if json_file is not None:
         measured = {"bench": "mixed", "at": datetime.now(UTC).isoformat(timespec="seconds"), "repeats": repeats}
@@ -102,7 +108,8 @@ def _report(comparison: Comparison, machine: dict[str, Any], *, markdown: bool) 
     for agreement in comparison.agreements:
         console.print(agreement_line(agreement), highlight=False, soft_wrap=True)
     facts = "{cpu}, {cores} cores, torch {torch}, transformers {transformers}, {threads} threads, commit {commit}"
-    console.print(facts.format(**machine), highlight=False, soft_wrap=True)
+    busy = f"; other programs used up to {max(machine['other_load_cores']):.2f} cores meanwhile"
+    console.print(facts.format(**machine) + busy, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,11 @@ def read_reply_address(
         topic=topic,
         partition=partition,
         content_type=_content_type(last, "accept") or _content_type(last, "content-type") or ContentType.MSGPACK,
-        echo=tuple((name, last[name]) for name in CORRELATION_ID_NAMES[1:] if name in last),
+        echo=tuple(
+            (name, last[name])
+            for name in CORRELATION_ID_NAMES[1:]
+            if name in last and len(last[name]) <= MAX_CORRELATION_ID_BYTES
+        ),
         per_request=(
             partition in (None, 0)
             and topic != default_reply_topic  # shared, whatever the id

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import structlog
 
+from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_TIERS
 from worker.config import WorkerConfig
 from worker.engine.outputs import StepRecord
 from worker.engine.protocols import Runner
@@ -70,17 +71,9 @@ class Worker:
         """Serves until `stop`. Raises KafkaUnavailable, and what makes going on impossible."""
         config = self._config
         async with AsyncExitStack() as stack:
-            connections = await stack.enter_async_context(
-                KafkaConnections(
-                    config,
-                    client_id=f"carousel-worker-{config.worker}",
-                    request_timeout_ms=config.request_timeout_ms,
-                    session_timeout_ms=config.session_timeout_ms,
-                    rebalance_timeout_ms=config.rebalance_timeout_ms,
-                )
-            )
-            await self._check_topics(connections)
-            replies = KafkaReplies(connections)
+            connections = await stack.enter_async_context(_connections(config))
+            await _check_topics(config, connections)
+            replies = KafkaReplies(connections, config.max_record_bytes)
             stack.push_async_callback(replies.close)
             async with asyncio.TaskGroup() as tasks:
                 await self._serve(connections, replies, tasks)
@@ -98,6 +91,7 @@ class Worker:
                 lost=server.drop_lost,
                 committed=connections.committed,
                 max_outstanding=config.max_outstanding,
+                max_outstanding_bytes=config.max_outstanding_bytes,
                 commit_interval=config.commit_interval,
             )
         control = KafkaControl(connections, config.control_topic, server.cancel)
@@ -127,17 +121,6 @@ class Worker:
         log.info("worker.ready", worker=self._config.worker, model=self._model.name, lanes=self._config.lanes)
         self._on_ready()
 
-    async def _check_topics(self, connections: KafkaConnections) -> None:
-        config = self._config
-        needed = [*config.lanes.values(), config.control_topic, config.dlq_topic, config.usage_topic]
-        counts = await asyncio.gather(*map(connections.partitions_of, needed))
-        missing = [topic for topic, count in zip(needed, counts, strict=True) if not count]
-        if missing:
-            raise KafkaUnavailable(
-                f"these topics do not exist: {', '.join(missing)}. Create them with: "
-                f"carousel topics create --bootstrap {config.bootstrap}"
-            )
-
     def _server_config(self) -> ServerConfig:
         config = self._config
         return ServerConfig(
@@ -154,6 +137,35 @@ class Worker:
         assert self._config.step_log is not None
         with self._config.step_log.open("a") as file:
             file.write(json.dumps(asdict(record)) + "\n")
+
+
+async def check_kafka(config: WorkerConfig) -> None:
+    """Raises KafkaUnavailable when the cluster cannot be used as configured, or topics are missing."""
+    async with _connections(config) as connections:
+        await _check_topics(config, connections)
+
+
+def _connections(config: WorkerConfig) -> KafkaConnections:
+    return KafkaConnections(
+        config,
+        client_id=f"carousel-worker-{config.worker}",
+        request_timeout_ms=config.request_timeout_ms,
+        session_timeout_ms=config.session_timeout_ms,
+        rebalance_timeout_ms=config.rebalance_timeout_ms,
+    )
+
+
+async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> None:
+    needed = [*config.lanes.values(), config.control_topic, config.dlq_topic, config.usage_topic]
+    counts = await asyncio.gather(*map(connections.partitions_of, needed))
+    missing = [topic for topic, count in zip(needed, counts, strict=True) if not count]
+    if missing:
+        command = f"carousel topics create --bootstrap {config.bootstrap}"
+        if config.lane_prefix != DEFAULT_LANE_PREFIX:
+            command += f" --lane-prefix {config.lane_prefix}"
+        if list(config.tiers) != list(DEFAULT_TIERS):
+            command += "".join(f" --tier {name}" for name in config.tiers)
+        raise KafkaUnavailable(f"these topics do not exist: {', '.join(missing)}. Create them with: {command}")
 
 
 async def run_until_signal(worker: Worker) -> None:

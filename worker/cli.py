@@ -40,8 +40,10 @@ def worker(**flags: Any) -> None:
         _fail(f"--config {path}: no such file")
     try:
         config = WorkerConfig(**given)
-    except (ValidationError, ValueError) as e:
+    except ValidationError as e:
         _fail(_sentences(e))
+    except ValueError as e:  # of the TOML parser
+        _fail(f"the configuration file cannot be read: {e}")
     from worker.start import start  # torch takes seconds to import: not for --help
 
     try:
@@ -55,14 +57,13 @@ def _fail(message: str) -> None:
     raise SystemExit(2)
 
 
-def _sentences(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
+def _sentences(error: ValidationError) -> str:
     lines = []
     for fault in error.errors(include_url=False):
         name = ".".join(str(part) for part in fault["loc"])
         flag = f"--{name.replace('_', '-')}: " if name else ""
-        message = "is required" if fault["type"] == "missing" else fault["msg"].removeprefix("Value error, ")
+        words = {"missing": "is required", "extra_forbidden": "there is no such setting"}
+        message = words.get(fault["type"], fault["msg"].removeprefix("Value error, "))
         lines.append(flag + message)
     return "; ".join(lines)
 
@@ -78,8 +79,8 @@ def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
         flag = name.replace("_", "-")
         option = typer.Option(
             f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
-            help=field.description,
-            show_default=_shown_default(field),
+            help=f"{field.description}{_default_sentence(field)}",
+            show_default=False,
             envvar=None,
             rich_help_panel=panels.get(name, "Lanes and service"),
         )
@@ -104,12 +105,12 @@ def _flag_type(annotation: Any) -> Any:
     return annotation if annotation in (bool, int, float, str, Path) or get_origin(annotation) is Literal else None
 
 
-def _shown_default(field: FieldInfo) -> str | bool:
+def _default_sentence(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return " Required."
     if field.default is None or field.default_factory is not None:
-        return False
-    return str(field.default)
+        return ""  # the description says what happens
+    return f" Default: {field.default}."
 
 
 command = typer.Typer(add_completion=False, rich_markup_mode="markdown")

@@ -86,6 +86,16 @@ class WorkerConfig(KafkaSettings):
     request_timeout_ms: int = Field(
         30_000, ge=1_000, description="How long a send is retried while the broker is away, before it counts as failed."
     )
+    max_record_bytes: int = Field(
+        1_000_000,
+        ge=10_000,
+        description="Largest record that is written: at most max.message.bytes of reply topics, DLQ and usage.",
+    )
+    max_outstanding_bytes: int = Field(
+        64 * 2**20,
+        ge=2**20,
+        description="Bytes of requests taken in and not finished, per lane. Beyond it a lane pauses.",
+    )
     drain_timeout: Seconds = Field(
         30.0, description="Seconds after SIGTERM for what runs; the rest is resumed by the next owner."
     )

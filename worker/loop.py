@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from schemas.reasons import FinishReason
-from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepRecord, TokenEvent
+from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepPlan, StepRecord, TokenEvent
 from worker.engine.protocols import Clock, Runner
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 
 MAX_IDLE_S = 1.0
+RETRY_PAUSES_S = (0.05, 0.2, 0.8)  # between the tries of a step that fails
 _STEP_FAILED = "the model failed while this request was running; the worker's log says how"
 log = structlog.get_logger(__name__)
 
@@ -112,7 +113,6 @@ class EngineLoop:
 
     async def run(self) -> None:
         """Steps until `stop`."""
-        loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="step") as step_thread:
             while not self._stopping:
                 plan, events = self._scheduler.schedule(self.clock.now())
@@ -120,14 +120,23 @@ class EngineLoop:
                 if plan is None:
                     await self._idle()
                     continue
-                try:
-                    outcome = await loop.run_in_executor(step_thread, self._runner.execute, plan)
-                except Exception:
-                    # Its requests end with an error, all others go on.
-                    log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled))
-                    outcome = StepOutcome(plan.step, failed={s.seq_id: _STEP_FAILED for s in plan.scheduled})
+                outcome = await self._execute(plan, step_thread)
                 self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
                 self._record()
+
+    async def _execute(self, plan: StepPlan, step_thread: ThreadPoolExecutor) -> StepOutcome:
+        """Runs a plan, again when it fails: what passes with time is not the callers' business (protocol.md 7).
+
+        After the last try the plan's requests end with an error; all others go on.
+        """
+        for pause in (*RETRY_PAUSES_S, None):
+            try:
+                return await asyncio.get_running_loop().run_in_executor(step_thread, self._runner.execute, plan)
+            except Exception:
+                log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled), again_in=pause)
+                if pause is not None:
+                    await asyncio.sleep(pause)
+        return StepOutcome(plan.step, failed={s.seq_id: _STEP_FAILED for s in plan.scheduled})
 
     async def _idle(self) -> None:
         self._wake.clear()

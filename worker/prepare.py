@@ -10,6 +10,8 @@ from schemas.topics import Tier
 from worker.engine.outputs import SamplingParams
 from worker.engine.protocols import Detokenizer
 
+MAX_TEMPERATURE = 1e6  # uniform in float32; larger ones overflow
+
 # Fields of the contract that this worker does not implement yet, and the values that mean "do nothing".
 _NOT_YET: dict[str, object] = {
     "min_tokens": 0,
@@ -56,7 +58,7 @@ def check_fields(request: PromptRequest, model: ModelFacts) -> None:
             message = f"{name!r} is not implemented by this worker yet: leave it out"
             raise RequestError(ErrorCode.INVALID_REQUEST, message)
     if request.model is not None and request.model != model.name:
-        message = f"model {request.model!r} is not served here; this lane's model is {model.name!r}"
+        message = f"model {request.model[:100]!r} is not served here; this lane's model is {model.name!r}"
         raise RequestError(ErrorCode.MODEL_NOT_FOUND, message)
     _check_vocabulary("stop_token_ids", request.stop_token_ids, model)
 
@@ -97,11 +99,12 @@ def _check_vocabulary(field: str, token_ids: tuple[int, ...], model: ModelFacts)
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
 
 
-def sampling_params(request: PromptRequest, seed: int) -> SamplingParams:
+def sampling_params(request: PromptRequest, seed: int, vocab_size: int) -> SamplingParams:
+    """What the sampler computes with: values beyond its number types are cut to the largest that differs."""
     return SamplingParams(
-        temperature=request.temperature,
+        temperature=min(request.temperature, MAX_TEMPERATURE),
         top_p=request.top_p,
-        top_k=request.top_k,
+        top_k=min(request.top_k, vocab_size),
         min_p=request.min_p,
         seed=seed,
         logprobs=request.logprobs,

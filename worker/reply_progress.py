@@ -7,15 +7,19 @@ from schemas.records import ChoiceResult, End, ErrorInfo, Preemptions, Timing, T
 from schemas.reply_log import ReplyLog
 from worker.engine.outputs import EngineEvent, SampledToken, TokenEvent
 
+MAX_TOKENS = 4096  # in one record: what a slow broker let gather must still fit into one
+MAX_TOKENS_WITH_LOGPROBS = 256
+
 
 @dataclass(slots=True)
 class _Choice:
     index: int
     token_ids: list[int] = field(default_factory=list)  # all of them
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)  # per token of this attempt
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of this attempt
+    tail: str = ""  # text that was still held back when it ended
+    num_resumed: int = 0  # tokens of earlier attempts
     num_written: int = 0  # tokens in records that are acknowledged or on their way
-    unwritten_text: str = ""
     finish_reason: FinishReason | None = None
 
 
@@ -35,7 +39,7 @@ class ReplyProgress:
         for index, token_ids in (resumed.token_ids if resumed is not None else {}).items():
             choice = self._choices[index]
             choice.token_ids = list(token_ids)
-            choice.num_written = len(token_ids)
+            choice.num_resumed = choice.num_written = len(token_ids)
 
     @property
     def finished(self) -> bool:
@@ -50,27 +54,27 @@ class ReplyProgress:
         if isinstance(event, TokenEvent):
             choice.token_ids.append(event.token.token_id)
             choice.text.append(event.text)
-            choice.unwritten_text += event.text
             if self._with_logprobs:
                 choice.logprobs.append(_logprob(event.token))
             return
         choice.finish_reason = event.reason
-        choice.text.append(event.tail)
-        choice.unwritten_text += event.tail
+        choice.tail = event.tail
         if event.error is not None and self._error is None:
             self._error = ErrorInfo(event.error, event.message)
 
     def take_record(self, attempt: int) -> Tokens | None:
-        """The next `tokens` record: all that is unwritten of the first choice that has something."""
+        """The next `tokens` record: what is unwritten of the first choice that has something."""
         for choice in self._choices:
             start = choice.num_written
-            if start == len(choice.token_ids):
-                continue
-            new = len(choice.token_ids) - start
-            text, choice.unwritten_text = choice.unwritten_text, ""
-            choice.num_written = len(choice.token_ids)
-            logprobs = tuple(choice.logprobs[-new:]) if self._with_logprobs else None
-            return Tokens(attempt, choice.index, start, tuple(choice.token_ids[start:]), text, logprobs)
+            if start < len(choice.token_ids):
+                limit = MAX_TOKENS_WITH_LOGPROBS if self._with_logprobs else MAX_TOKENS
+                end = choice.num_written = min(len(choice.token_ids), start + limit)
+                own = slice(start - choice.num_resumed, end - choice.num_resumed)
+                text = "".join(choice.text[own])
+                if end == len(choice.token_ids):
+                    text, choice.tail = text + choice.tail, ""  # a token is there to carry it
+                logprobs = tuple(choice.logprobs[own]) if self._with_logprobs else None
+                return Tokens(attempt, choice.index, start, tuple(choice.token_ids[start:end]), text, logprobs)
         return None
 
     def end(self, attempt: int, prompt_tokens: int, timing: Timing, *, whole: bool) -> End:
@@ -88,12 +92,12 @@ class ReplyProgress:
             timing=timing,
             preemptions=Preemptions(),
             choices=tuple(map(self._result, self._choices)) if whole else None,
-            tail={} if whole else {c.index: c.unwritten_text for c in self._choices if c.unwritten_text},
+            tail={} if whole else {c.index: c.tail for c in self._choices if c.tail},
         )
 
     def _result(self, choice: _Choice) -> ChoiceResult:
         return ChoiceResult(
-            text="".join(choice.text),
+            text="".join(choice.text) + choice.tail,
             token_ids=tuple(choice.token_ids),
             finish_reason=choice.finish_reason or FinishReason.ERROR,
             logprobs=tuple(choice.logprobs) if self._with_logprobs else None,

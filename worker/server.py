@@ -30,8 +30,10 @@ from worker.prepare import ModelFacts, Prompt, check_fields, sampling_params, to
 from worker.reply_progress import ReplyProgress
 from worker.telemetry import RequestSpan
 from worker.transport.attempt import Attempt, Verdict
-from worker.transport.protocols import Delivery, ReplySink, ReplyTopicGone, RequestSource
+from worker.transport.protocols import Delivery, RecordTooLarge, ReplySink, ReplyTopicGone, RequestSource
 
+MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
+MAX_ERROR_CHARS = 1000
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
@@ -116,6 +118,7 @@ class RequestServer:
         self._wall_ms = wall_ms
         self._calls: dict[_Call, asyncio.Task[None]] = {}
         self._by_correlation_id: dict[bytes, list[_Call]] = {}
+        self._burials: list[asyncio.Task[None]] = []
         self._cancels = Cancels(CANCEL_TTL_MS / 1000)
         self._num_engine_requests = 0
         self._seeds = random.SystemRandom()
@@ -127,28 +130,38 @@ class RequestServer:
     # What comes in
 
     def deliver(self, delivery: Delivery) -> None:
-        """Starts to serve a record."""
+        """Starts to serve a record. Whatever is in it, this raises nothing."""
         try:
-            address = read_reply_address(
-                delivery.headers,
-                delivery.source,
-                reply_prefixes=self._config.reply_prefixes,
-                forbidden=self._config.forbidden_topics,
-                default_reply_topic=self._config.default_reply_topic,
-            )
+            self._take_in(delivery)
         except Unanswerable as e:
-            self._tasks.create_task(self._bury_unanswerable(delivery, e), name=f"bury {delivery.source}")
-            return
-        age = max(0.0, self._wall_ms() - delivery.source.timestamp_ms) / 1000
+            self._start_burying(delivery, e.reason, str(e))
+        except Exception as e:
+            log.exception("request.not_taken_in", input=delivery.source.to_fields())
+            self._start_burying(delivery, "internal", repr(e))
+
+    def _take_in(self, delivery: Delivery) -> None:
+        address = read_reply_address(
+            delivery.headers,
+            delivery.source,
+            reply_prefixes=self._config.reply_prefixes,
+            forbidden=self._config.forbidden_topics,
+            default_reply_topic=self._config.default_reply_topic,
+        )
+        age = (self._wall_ms() - delivery.source.timestamp_ms) / 1000
         call = _Call(
             delivery=delivery,
             address=address,
             tier=self._config.tiers[delivery.lane],
             span=RequestSpan(delivery.source.topic, delivery.headers),
-            arrival=self._engine.clock.now() - age,
+            arrival=self._engine.clock.now() - min(max(0.0, age), MAX_AGE_S),
         )
         self._by_correlation_id.setdefault(address.correlation_id, []).append(call)
         self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
+
+    def _start_burying(self, delivery: Delivery, reason: str, message: str) -> None:
+        task = self._tasks.create_task(self._bury_for_good(delivery, reason, message), name=f"bury {delivery.source}")
+        self._burials.append(task)
+        task.add_done_callback(self._burials.remove)
 
     def cancel(self, cancel: Cancel) -> None:
         """Ends the request wherever it is; one that has not arrived yet ends when it does."""
@@ -166,9 +179,10 @@ class RequestServer:
     async def drain(self, timeout: float) -> int:
         """Waits until everything is answered, at most `timeout` seconds; drops the rest without an `end`, so that
         the next owner resumes it. Returns how many were dropped."""
-        if self._calls:
-            await asyncio.wait(list(self._calls.values()), timeout=timeout)
-        left = [task for task in self._calls.values() if not task.done()]
+        serving = [*self._calls.values(), *self._burials]
+        if serving:
+            await asyncio.wait(serving, timeout=timeout)
+        left = [task for task in serving if not task.done()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -182,6 +196,9 @@ class RequestServer:
             if outcome is not Outcome.LOST:
                 self._sources[call.delivery.lane].done(call.delivery)
             self._log(call, outcome)
+        except Exception:
+            # Nothing more can be tried here. It stays undone, so the partition's next owner tries again.
+            log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
             self._drop_engine_request(call)
             self._sink.forget(call.address)
@@ -193,15 +210,18 @@ class RequestServer:
                 del self._by_correlation_id[call.address.correlation_id]
 
     async def _outcome(self, call: _Call) -> Outcome:
-        await self._prepare(call)
         try:
+            await self._prepare(call)
             return await self._settle(call)
+        except RecordTooLarge as e:
+            code, message = ErrorCode.INVALID_REQUEST, f"the answer does not fit into one record: {e}"
         except Exception as e:
             # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
             log.exception("request.failed", input=call.delivery.source.to_fields())
             await self._bury(call.delivery, "internal", repr(e))
-        call.refusal = RequestError(ErrorCode.INTERNAL, "the worker failed at this request; its log says how")
-        call.must_begin = True
+            code, message = ErrorCode.INTERNAL, "the worker failed at this request; its log says how"
+        call.refusal = RequestError(code, message)
+        call.must_begin = not call.single_end
         try:
             return await self._settle(call)
         except Exception:
@@ -273,8 +293,12 @@ class RequestServer:
         )
 
     async def _wait_for_twin(self, call: _Call) -> None:
-        """Returns when the log has an accepted `end`. Raises ReplyTopicGone."""
+        """Returns when the log has an accepted `end`, or nobody waits for it any more. Raises ReplyTopicGone."""
+        deadline = self._deadline(call)
         while not (await self._sink.read(call.address, 0, None)).ended:
+            now = self._engine.clock.now()
+            if self._cancels.covers(call.address.correlation_id, now) or (deadline is not None and now > deadline):
+                return
             await asyncio.sleep(TWIN_POLL_S)
 
     # One attempt
@@ -376,7 +400,7 @@ class RequestServer:
             Request(
                 request_id=call.engine_id,
                 prompt_token_ids=prompt.token_ids,
-                sampling=sampling_params(request, call.seed),
+                sampling=sampling_params(request, call.seed, self._model.vocab_size),
                 max_tokens=prompt.max_tokens,
                 eos_token_ids=self._model.eos_token_ids,
                 stop_token_ids=request.stop_token_ids,
@@ -445,21 +469,24 @@ class RequestServer:
         return End(
             attempt=attempt,
             finish_reason=FinishReason.ERROR,
-            error=ErrorInfo(call.refusal.code, str(call.refusal), call.refusal.retry_after_ms),
+            error=ErrorInfo(call.refusal.code, str(call.refusal)[:MAX_ERROR_CHARS], call.refusal.retry_after_ms),
             usage=Usage(len(call.prompt.token_ids) if call.prompt else 0, progress.num_completion_tokens),
             timing=Timing(waited, None, waited),
         )
 
     # Other topics
 
-    async def _bury_unanswerable(self, delivery: Delivery, why: Unanswerable) -> None:
-        if await self._bury(delivery, why.reason, str(why)):
-            self._sources[delivery.lane].done(delivery)
+    async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
+        try:
+            if await self._bury(delivery, reason, message):
+                self._sources[delivery.lane].done(delivery)
+        except Exception:
+            log.exception("request.abandoned", input=delivery.source.to_fields())
 
     async def _bury(self, delivery: Delivery, reason: str, message: str) -> bool:
         """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""
         log.warning("request.dead_letter", input=delivery.source.to_fields(), reason=reason, message=message)
-        headers = dead_letter_headers(delivery.headers, delivery.source, reason, message)
+        headers = dead_letter_headers(delivery.headers, delivery.source, reason, message[:MAX_ERROR_CHARS])
         return await self._publish(delivery, self._config.dlq_topic, delivery.key, delivery.value, headers)
 
     async def _publish_usage(self, call: _Call) -> None:

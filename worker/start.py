@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import structlog
 
-from worker.app import Worker, run_until_signal
+from worker.app import Worker, check_kafka, run_until_signal
 from worker.config import WorkerConfig
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
@@ -24,6 +24,7 @@ async def start(config: WorkerConfig) -> None:
     """Runs a worker until a signal. Ends the process with status 1 and a sentence when it cannot run."""
     start_telemetry(config.worker, config.log_level, config.log_format == "json")
     try:
+        await check_kafka(config)  # first: a wrong address should not cost the time to load a model
         model, runner, num_blocks = build(config)
         await run_until_signal(Worker(config, model, runner, num_blocks, on_ready=_print_ready))
     except* (ModelError, KafkaUnavailable) as group:

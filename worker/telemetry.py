@@ -67,7 +67,7 @@ class _HeaderGetter(Getter[Sequence[tuple[str, bytes]]]):
     """Kafka headers may repeat: the last one counts (protocol.md 2)."""
 
     def get(self, carrier: Sequence[tuple[str, bytes]], key: str) -> list[str] | None:
-        values = [value for name, value in carrier if name == key]
+        values = [value for name, value in carrier if name == key and value is not None]
         return [values[-1].decode("utf-8", "replace")] if values else None
 
     def keys(self, carrier: Sequence[tuple[str, bytes]]) -> list[str]:

@@ -89,6 +89,8 @@ async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> 
                 typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
             else:
                 _show(event)
+        if not as_json and stream.end is not None and not stream.text:
+            typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
         if stream.end is not None and (error := stream.end.error) is not None:
             raise RequestFailed(error.code, error.message, error.retry_after_ms)
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from schemas.connection import KafkaConnection
-from schemas.topics import DEFAULT_LANE_PREFIX
+from schemas.topics import DEFAULT_LANE_PREFIX, LANES
 from service.cli.connection import with_connection
 from service.cli.running import run
 from service.topics import create_topics
@@ -23,6 +23,10 @@ def create(
     replication_factor: Annotated[
         int | None, typer.Option(min=1, help="Copies of each topic.", show_default="the broker's default")
     ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(help="A lane to create, in place of the usual three; repeatable.", show_default=", ".join(LANES)),
+    ] = None,
     lane_prefix: Annotated[
         str, typer.Option(help="Lanes are PREFIX + tier; a second model has lanes of its own.")
     ] = DEFAULT_LANE_PREFIX,
@@ -36,7 +40,11 @@ def create(
 
     async def main() -> None:
         topics = await create_topics(
-            connection, partitions=partitions, replication_factor=replication_factor, lane_prefix=lane_prefix
+            connection,
+            lanes=tier or LANES,
+            partitions=partitions,
+            replication_factor=replication_factor,
+            lane_prefix=lane_prefix,
         )
         for name in topics.created:
             typer.echo(f"created {name}")

@@ -89,12 +89,20 @@ class Producer:
     async def ask(self, lane: str, **body: object) -> str:
         """Publishes a request; returns its reply topic."""
         request_id = uuid.uuid4().hex
-        topic = f"replies.{request_id}"
-        await self._admin.create_topics([NewTopic(topic, 1, 1)])
+        topic = await self.reply_topic(request_id)
         fields = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True} | body
         headers = [("correlation_id", request_id.encode()), ("reply_to", topic.encode())]
         await self._producer.send_and_wait(f"{self._lane_prefix}{lane}", msgpack.packb(fields), headers=headers)
         return topic
+
+    async def reply_topic(self, request_id: str) -> str:
+        """Creates the reply topic of a request."""
+        topic = f"replies.{request_id}"
+        await self._admin.create_topics([NewTopic(topic, 1, 1)])
+        return topic
+
+    async def delete(self, topics: list[str]) -> None:
+        await self._admin.delete_topics(topics)
 
 
 @contextlib.asynccontextmanager

@@ -55,7 +55,9 @@ class InputBatch:
         if plan.step == self._step:
             return
         for seq_id in plan.removed:
-            self._free_rows.append(self._row_of.pop(seq_id))
+            row = self._row_of.pop(seq_id, None)  # none: the step that should have opened it failed
+            if row is not None:
+                self._free_rows.append(row)
         for sequence in plan.new:
             self._open(sequence)
         for scheduled in plan.scheduled:

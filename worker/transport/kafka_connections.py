@@ -5,6 +5,7 @@ whether it keeps commit metadata. Only the embedded development broker fails bot
 """
 
 import asyncio
+import logging
 from typing import Any, Self
 
 import structlog
@@ -47,6 +48,8 @@ class KafkaConnections:
         self._rebalance_timeout_ms = rebalance_timeout_ms
         self._topic_queries: dict[str, asyncio.Future[int]] = {}
         self._query_task: asyncio.Task[None] | None = None
+        self._replacing = asyncio.Lock()
+        self._stopping: list[asyncio.Task[None]] = []
         self.idempotent = True
         self.admin: AIOKafkaAdminClient
         self.producer: AIOKafkaProducer
@@ -70,11 +73,22 @@ class KafkaConnections:
         if self._query_task is not None:
             self._query_task.cancel()
         # An idempotent producer of aiokafka 0.14 never gives a record up: without its broker `stop` waits for ever.
-        stopping = asyncio.create_task(self.producer.stop(), name="producer stop")
-        stopped, _pending = await asyncio.wait([stopping], timeout=STOP_S)
-        if not stopped:
+        stopping = [*self._stopping, asyncio.create_task(self.producer.stop(), name="producer stop")]
+        if (await asyncio.wait(stopping, timeout=STOP_S))[1]:
             log.warning("kafka.producer_not_flushed", meaning="the broker is away; the next owner resumes what is open")
         await self.admin.close()
+
+    async def replace_producer(self, broken: AIOKafkaProducer) -> None:
+        """Takes a fresh producer in place of one that cannot go on; what that has in flight fails or lands."""
+        async with self._replacing:
+            if self.producer is not broken:
+                return  # somebody has done it
+            try:
+                self.producer = await self._start_producer()
+            except KafkaError as e:
+                log.warning("kafka.producer_not_replaced", error=repr(e))  # the next failed send tries again
+                return
+            self._stopping.append(asyncio.create_task(broken.stop(), name="stop a broken producer"))
 
     async def _start_producer(self) -> AIOKafkaProducer:
         """Idempotent, acks=all. Falls back to acks=all alone where the broker takes no idempotent producer."""
@@ -85,13 +99,21 @@ class KafkaConnections:
             "request_timeout_ms": self._request_timeout_ms,
             "max_request_size": 16 * 2**20,
         }
-        producer = AIOKafkaProducer(**options, enable_idempotence=True)
-        try:
-            await producer.start()
-        except UnknownError:
-            await producer.stop()
-        else:
-            return producer
+        if self.idempotent:
+            producer = AIOKafkaProducer(**options, enable_idempotence=True)
+            sender_log = logging.getLogger("aiokafka.producer.sender")
+            sender_log.disabled = True  # it calls what we try here an unexpected error
+            try:
+                await producer.start()
+            except UnknownError:
+                await producer.stop()
+            except BaseException:
+                await producer.stop()
+                raise
+            else:
+                return producer
+            finally:
+                sender_log.disabled = False
         self.idempotent = False
         log.warning(
             "kafka.no_idempotent_producer",
@@ -177,7 +199,10 @@ class KafkaConnections:
     async def _describe(self, topics: list[str]) -> dict[str, int]:
         # Only UNKNOWN_TOPIC_OR_PARTITION means that a topic does not exist; whatever else goes wrong passes with time.
         client = self.admin._client
-        response = await client.send(client.get_random_node(), MetadataRequest(topics, allow_auto_topic_creation=False))
+        node = client.get_random_node()
+        if node is None:
+            raise KafkaConnectionError("no broker is known")
+        response = await client.send(node, MetadataRequest(topics, allow_auto_topic_creation=False))
         found = {}
         for topic in response.to_object()["topics"]:
             missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
@@ -195,7 +220,7 @@ class KafkaConnections:
         try:
             (response,) = await self.admin.describe_configs([ConfigResource(ConfigResourceType.BROKER, node)])
             entries = response.to_object()["resources"][0]["config_entries"]
-        except (KafkaError, IndexError, KeyError) as e:  # not everybody may read the broker's configuration
+        except (KafkaError, IndexError, KeyError, ValueError) as e:  # not everybody may read a broker's configuration
             log.info("kafka.auto_creation_unknown", error=repr(e))
             return
         if any(e["config_names"] == "auto.create.topics.enable" and e["config_value"] == "true" for e in entries):

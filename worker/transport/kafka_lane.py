@@ -5,12 +5,13 @@ the code. Reading ahead is bounded per partition: what does not fit is not taken
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+from aiokafka.errors import CommitFailedError, CorruptRecordException, IllegalStateError, KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.records import InputRef
@@ -20,6 +21,7 @@ from worker.transport.protocols import Delivery
 
 POLL_MS = 200  # getmany is never cancelled (its fetch count would leak): it ends by itself, and we look at `_stopping`
 RETRY_S = 0.5
+RESUME_SHARE = 0.75  # a paused partition is read on when this much of its room, or less, is taken
 
 CommittedOffsets = Callable[[str, list[TopicPartition]], Awaitable[dict[TopicPartition, OffsetAndMetadata]]]
 log = structlog.get_logger(__name__)
@@ -35,6 +37,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         lost: called with the tier after partitions went elsewhere.
         committed: the group's offsets with their metadata (`KafkaConnections.committed`).
         max_outstanding: records per partition that are taken in and not done.
+        max_outstanding_bytes: of such records' values, in all partitions.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         lost: Callable[[str], None],
         committed: CommittedOffsets,
         max_outstanding: int,
+        max_outstanding_bytes: int,
         commit_interval: float,
     ) -> None:
         self.tier = tier
@@ -56,6 +60,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._lost = lost
         self._committed_offsets = committed
         self._max_outstanding = max_outstanding
+        self._max_outstanding_bytes = max_outstanding_bytes
         self._commit_interval = commit_interval
         self._trackers: dict[TopicPartition, OffsetTracker] = {}
         self._last_commit: dict[TopicPartition, OffsetAndMetadata] = {}
@@ -120,6 +125,9 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             try:
                 # Also while everything is paused: without polls the consumer leaves its group.
                 batch = await self._consumer.getmany(timeout_ms=POLL_MS)
+            except (CorruptRecordException, UnicodeDecodeError):
+                await self._pass_unreadable()
+                continue
             except KafkaError as e:
                 if not e.retriable:
                     raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: {e!r}") from e
@@ -138,6 +146,23 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 self._take(partition, records)
             self._apply_back_pressure()
 
+    async def _pass_unreadable(self) -> None:
+        """A record's frame cannot be read (a header's name that is not UTF-8 is enough). aiokafka does not say which:
+        each partition is polled alone, one record at a time. The record goes to the DLQ, as far as it is known."""
+        for partition, tracker in list(self._trackers.items()):
+            try:
+                batch = await self._consumer.getmany(partition, timeout_ms=POLL_MS, max_records=1)
+            except (CorruptRecordException, UnicodeDecodeError) as e:
+                offset = tracker.expected
+                log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(e))
+                if tracker.see(offset) is Seen.NEW:
+                    source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
+                    self._deliver(Delivery(self.tier, source, None, None, (), tracker))
+                self._seek(partition, tracker.expected)
+            else:
+                for found, records in batch.items():
+                    self._take(found, records)
+
     def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any]]) -> None:
         tracker = self._trackers.get(partition)
         if tracker is None:
@@ -146,7 +171,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             if self._draining or self._is_full(tracker):
                 self._seek(partition, tracker.expected)
                 return
-            seen = tracker.see(record.offset)
+            seen = tracker.see(record.offset, len(record.value or b""))
             if seen is Seen.HOLE:
                 self._seek(partition, tracker.expected)
                 return
@@ -154,8 +179,13 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 source = InputRef(record.topic, record.partition, record.offset, record.timestamp)
                 self._deliver(Delivery(self.tier, source, record.key, record.value, record.headers, tracker))
 
-    def _is_full(self, tracker: OffsetTracker) -> bool:
-        return tracker.num_outstanding >= self._max_outstanding or tracker.is_full
+    def _is_full(self, tracker: OffsetTracker, share: float = 1.0) -> bool:
+        """Whether `share` of what may be outstanding is."""
+        return (
+            tracker.num_outstanding >= self._max_outstanding * share
+            or sum(t.num_bytes for t in self._trackers.values()) >= self._max_outstanding_bytes * share
+            or tracker.is_full
+        )
 
     def _apply_back_pressure(self) -> None:
         """Pauses partitions that are full, and resumes those with a quarter of their room free again."""
@@ -163,12 +193,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         for partition, tracker in self._trackers.items():
             if partition not in paused and (self._draining or self._is_full(tracker)):
                 self._consumer.pause(partition)
-            elif (
-                partition in paused
-                and not self._draining
-                and tracker.num_outstanding * 4 <= self._max_outstanding * 3
-                and not tracker.is_full
-            ):
+            elif partition in paused and not self._draining and not self._is_full(tracker, RESUME_SHARE):
                 self._consumer.resume(partition)
 
     def _seek(self, partition: TopicPartition, offset: int) -> None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
 from aiokafka.partitioner import murmur2
 
 from schemas.headers import ReplyAddress, write_reply_headers
 from schemas.records import ReplyRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
 from worker.transport.kafka_connections import KafkaConnections
-from worker.transport.protocols import Headers, ReplyTopicGone
+from worker.transport.protocols import Headers, RecordTooLarge, ReplyTopicGone
 
 SHOW_S = 2.0  # a topic created a moment ago may take this long to show on every broker (protocol.md 5.10)
 SHOW_POLL_S = 0.1
@@ -22,6 +22,7 @@ READ_POLL_MS = 100
 EXISTS_EVERY_S = 1.0  # a consumer of a deleted topic is silent for ever, so a reader that gets nothing asks
 MAX_READERS = 8
 RETRY_S = 0.5
+PENDING_S = 2.0  # a send that takes longer is asked about
 
 log = structlog.get_logger(__name__)
 
@@ -29,8 +30,9 @@ log = structlog.get_logger(__name__)
 class KafkaReplies:
     """Writes and reads reply logs. Start and stop it as an async context manager."""
 
-    def __init__(self, connections: KafkaConnections) -> None:
+    def __init__(self, connections: KafkaConnections, max_record_bytes: int) -> None:
         self._connections = connections
+        self._max_record_bytes = max_record_bytes
         self._readers: asyncio.Queue[AIOKafkaConsumer | None] = asyncio.Queue()
         for _ in range(MAX_READERS):
             self._readers.put_nowait(None)  # started on first use
@@ -58,29 +60,54 @@ class KafkaReplies:
             await asyncio.sleep(SHOW_POLL_S)
 
     async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
-        return await self._append(
-            address.topic,
-            address.partition,
-            address.correlation_id,
-            encode_reply(record, address.content_type),
-            write_reply_headers(address, event_of(record), trace),
-        )
+        value = encode_reply(record, address.content_type)
+        headers = write_reply_headers(address, event_of(record), trace)
+        if _size(address.correlation_id, value, headers) > self._max_record_bytes:
+            raise RecordTooLarge(f"a record of {len(value)} bytes")
+        sending = self._append(address.topic, address.partition, address.correlation_id, value, headers)
+        task = asyncio.create_task(sending, name=f"send to {address.topic}")
+        while not (await asyncio.wait([task], timeout=PENDING_S))[0]:
+            # The producer finds out only after its time-out that the topic is gone, and holds a seat until then.
+            if not await self._still_exists(address.topic):
+                raise ReplyTopicGone(address.topic)
+        return task.result()
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
+        room = self._max_record_bytes - _size(key, b"", headers)
+        if value is not None and len(value) > room:
+            headers = [*headers, ("truncated_from", str(len(value)).encode())]
+            value = value[: max(0, room - 64)]
+        if key is None and value is None:
+            value = b""  # aiokafka writes no record without both
+        if room < 0:  # headers alone are too much: what we added ourselves is small and comes last
+            headers, key = headers[-16:], None
         return await self._append(topic, None, key, value, headers) is not None
 
     async def _append(
         self, topic: str, partition: int | None, key: bytes | None, value: bytes | None, headers: Headers
     ) -> int | None:
+        producer = self._connections.producer
         try:
-            acknowledged = await self._connections.producer.send_and_wait(
+            acknowledged = await producer.send_and_wait(
                 topic, value, key=key, partition=partition, headers=list(headers)
             )
+        except OutOfOrderSequenceNumber as e:
+            # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
+            # can write nothing more to that partition.
+            log.warning("replies.producer_out_of_sequence", topic=topic, error=repr(e))
+            await self._connections.replace_producer(producer)
+            return None
         except KafkaError as e:
             log.info("replies.send_failed", topic=topic, error=repr(e))
             return None
         offset: int = acknowledged.offset
         return offset
+
+    async def _still_exists(self, topic: str) -> bool:
+        try:
+            return await self._connections.partitions_of(topic) > 0
+        except KafkaError:
+            return True  # nobody knows: the broker is away, and the send waits for it
 
     def forget(self, address: ReplyAddress) -> None:
         if address.per_request:
@@ -131,12 +158,25 @@ class KafkaReplies:
         reader = await self._readers.get()
         try:
             if reader is None:
-                reader = self._connections.consumer(fetch_max_wait_ms=20, check_crcs=False)
-                await reader.start()
+                reader = await self._start_reader()
             yield reader
         finally:
             # No unassign: the next reader assigns its own partition, and nothing is polled until then.
             self._readers.put_nowait(reader)
+
+    async def _start_reader(self) -> AIOKafkaConsumer:
+        reader = self._connections.consumer(fetch_max_wait_ms=20, check_crcs=False)
+        try:
+            await reader.start()
+        except BaseException:
+            await reader.stop()
+            raise
+        return reader
+
+
+def _size(key: bytes | None, value: bytes, headers: Headers) -> int:
+    """Bytes of a record, and a little more, as the broker counts them."""
+    return len(key or b"") + len(value) + sum(len(n) + len(v or b"") + 8 for n, v in headers) + 128
 
 
 def _partition(address: ReplyAddress, count: int) -> int:

@@ -36,13 +36,14 @@ class OffsetTracker:
     def __init__(self, position: int, metadata: str = "") -> None:
         self.expected = position
         self._known_until = position  # below it an earlier owner knew which offsets are open
-        self._open: dict[int, bool] = {}  # offset -> arrived here; ascending
+        self._open: dict[int, int | None] = {}  # offset -> bytes of the record, None: not arrived here; ascending
+        self.num_bytes = 0  # of the records that are outstanding
         self.num_outstanding = 0  # records taken in and not done
         self._hole_at: tuple[int, int] | None = None
         offsets = _decode(position, metadata)
         if offsets:
             *still_open, self._known_until = offsets
-            self._open = dict.fromkeys(still_open, False)
+            self._open = dict.fromkeys(still_open)
 
     @property
     def position(self) -> int:
@@ -60,7 +61,7 @@ class OffsetTracker:
         """One more record might make the metadata too long for the broker: take nothing in until some are done."""
         return len(self._open) * 4 > MAX_METADATA_CHARS // 2 and len(self.metadata) > MAX_METADATA_CHARS - 16
 
-    def see(self, offset: int) -> Seen:
+    def see(self, offset: int, num_bytes: int = 0) -> Seen:
         """Tells what the record at `offset` is, and counts it as taken in when it is NEW.
 
         After HOLE the caller fetches again from `expected`. A hole that shows twice is believed: the log was
@@ -73,21 +74,24 @@ class OffsetTracker:
             if self._hole_at != hole:
                 self._hole_at = hole
                 return Seen.HOLE
-            for vanished in [o for o, arrived in self._open.items() if o < offset and not arrived]:
+            for vanished in [o for o, size in self._open.items() if o < offset and size is None]:
                 del self._open[vanished]
         self._hole_at = None
         self.expected = offset + 1
         if offset < self._known_until and offset not in self._open:
             return Seen.DONE
-        self._open[offset] = True
+        self._open[offset] = num_bytes
         self.num_outstanding += 1
+        self.num_bytes += num_bytes
         return Seen.NEW
 
     def done(self, offset: int) -> None:
         """Marks a record done for good. Asserts that it was taken in and not done before."""
-        assert self._open.get(offset), f"offset {offset} is not outstanding"
+        num_bytes = self._open.get(offset)
+        assert num_bytes is not None, f"offset {offset} is not outstanding"
         del self._open[offset]
         self.num_outstanding -= 1
+        self.num_bytes -= num_bytes
 
 
 def _encode(position: int, offsets: list[int]) -> str:

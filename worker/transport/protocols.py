@@ -40,6 +40,10 @@ class ReplyTopicGone(Exception):
     """The reply topic does not exist: its caller has gone."""
 
 
+class RecordTooLarge(Exception):
+    """The broker takes no record of this size. Sending it again cannot help; nothing was sent."""
+
+
 class ReplySink(Protocol):
     """Reply logs, and the other topics that a worker writes."""
 
@@ -51,7 +55,10 @@ class ReplySink(Protocol):
         ...
 
     async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
-        """Appends a record to a reply log; returns its acknowledged offset, or None when it may not be there."""
+        """Appends a record to a reply log; returns its acknowledged offset, or None when it may not be there.
+
+        Raises RecordTooLarge, and ReplyTopicGone when the topic is deleted meanwhile.
+        """
         ...
 
     async def read(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
@@ -63,7 +70,10 @@ class ReplySink(Protocol):
         ...
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-        """Appends a record to a topic that is no reply log (DLQ, usage); False when it may not be there."""
+        """Appends a record to a topic that is no reply log (DLQ, usage); False when it may not be there.
+
+        A value too large for the broker is cut, and a header `truncated_from` says how long it was.
+        """
         ...
 
     def forget(self, address: ReplyAddress) -> None:
