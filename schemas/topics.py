@@ -60,6 +60,10 @@ class Tier:
     flush_ms: float = 0.0  # how long tokens may be collected into one record; 0: every step
     default_max_tokens: int = 256
     default_deadline_ms: int | None = None  # after the record's timestamp; None: no deadline
+    ttft_ms: float | None = None  # target: time to first token
+    tpot_ms: float | None = None  # target: time per output token
+    may_preempt: bool = True  # whether its waiting requests displace running ones of lower classes
+    max_preemptions: int = 3  # how often one of its requests may be displaced; then it is pinned
 
     def __post_init__(self) -> None:
         if not is_valid_topic(self.name) or self.name in _RESERVED_LANES:

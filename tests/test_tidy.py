@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "worker.prepare": ("schemas", "worker.engine"),
     "worker.reply_progress": ("schemas", "worker.engine"),
     "worker.cancels": (),
+    "worker.sim": ("schemas", "worker.engine"),
     "worker.config": ("schemas",),
     "worker.telemetry": ("schemas",),
 }

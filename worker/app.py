@@ -14,7 +14,8 @@ from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_TIERS
 from worker.config import WorkerConfig
 from worker.engine.outputs import StepRecord
 from worker.engine.protocols import Runner
-from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.engine.scheduler import Scheduler
+from worker.engine.step_model import StepModel
 from worker.loop import EngineLoop
 from worker.prepare import ModelFacts
 from worker.server import RequestServer, ServerConfig
@@ -45,23 +46,16 @@ class Worker:
         config: WorkerConfig,
         model: ModelFacts,
         runner: Runner,
-        num_blocks: int,
+        scheduler: Scheduler,
+        step_model: StepModel | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._model = model
         self._on_ready = on_ready
         self._stop = asyncio.Event()
-        scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=model.max_model_len,
-            )
-        )
-        self.engine = EngineLoop(scheduler, runner, MonotonicClock(), self._log_step if config.step_log else None)
+        on_step = self._log_step if config.step_log else None
+        self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
 
     def stop(self) -> None:
         """Drains, then ends `run`."""
@@ -126,6 +120,7 @@ class Worker:
         return ServerConfig(
             worker=config.worker,
             tiers=config.tiers,
+            priority_class=config.priority_class,
             reply_prefixes=(config.reply_prefix,),
             forbidden_topics=config.forbidden_topics,
             default_reply_topic=config.default_reply_topic,

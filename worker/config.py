@@ -56,7 +56,22 @@ class WorkerConfig(KafkaSettings):
     num_blocks: int | None = Field(
         None, ge=1, description="KV blocks in the pool. Default: as many as --kv-memory-share of free memory holds."
     )
-    kv_memory_share: float = Field(0.5, gt=0, le=0.9, description="Share of free memory for the KV pool.")
+    policy: Literal["composite", "edf", "fcfs", "priority", "srtf", "wfq"] = Field(
+        "composite", description="Who goes next: see docs/scheduling.md."
+    )
+    capacity: Literal["max_util", "no_evict", "waterline"] = Field(
+        "max_util", description="When a waiting sequence may take a seat; no_evict never preempts."
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        "auto", description="How a displaced sequence comes back: by measured cost, or forced."
+    )
+    prefix_caching: bool = Field(True, description="Find computed prefixes again, also those of finished requests.")
+    num_host_blocks: int | None = Field(
+        None,
+        ge=0,
+        description="Blocks in the host pool, for swapped-out sequences. Default: like --num-blocks.",
+    )
+    kv_memory_share: float = Field(0.3, gt=0, le=0.9, description="Share of free memory for the KV pool.")
 
     lane_prefix: str = Field(
         DEFAULT_LANE_PREFIX, description="Lanes are the topics PREFIX + tier; one set of lanes serves one model."
@@ -121,6 +136,12 @@ class WorkerConfig(KafkaSettings):
     def lanes(self) -> dict[str, str]:
         """Tier -> topic."""
         return {name: lane_topic(name, self.lane_prefix) for name in self.tiers}
+
+    def priority_class(self, priority: int) -> int:
+        """Who may displace whom, larger is more urgent. A priority belongs to the lowest tier whose cap reaches it, so
+        a header that lowers it gives up the rights of its lane, too."""
+        caps = sorted({tier.priority_cap for tier in self.tiers.values()})
+        return sum(cap < priority for cap in caps)
 
     @property
     def control_topic(self) -> str:

@@ -15,6 +15,7 @@ from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepPla
 from worker.engine.protocols import Clock, Runner
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
+from worker.engine.step_model import StepModel
 
 MAX_IDLE_S = 1.0
 RETRY_PAUSES_S = (0.05, 0.2, 0.8)  # between the tries of a step that fails
@@ -66,6 +67,7 @@ class EngineLoop:
 
     Args:
         on_step: called with the record of every step.
+        step_model: learns from every step how long steps take.
     """
 
     def __init__(
@@ -74,11 +76,13 @@ class EngineLoop:
         runner: Runner,
         clock: Clock,
         on_step: Callable[[StepRecord], None] | None = None,
+        step_model: StepModel | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self.clock = clock
         self._on_step = on_step
+        self._step_model = step_model
         self._streams: dict[str, EventStream] = {}
         self._wake = asyncio.Event()
         self._stopping = False
@@ -120,7 +124,9 @@ class EngineLoop:
                 if plan is None:
                     await self._idle()
                     continue
+                began = self.clock.now()
                 outcome = await self._execute(plan, step_thread)
+                self._learn(plan, self.clock.now() - began)
                 self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
                 self._record()
 
@@ -136,7 +142,15 @@ class EngineLoop:
                 log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled), again_in=pause)
                 if pause is not None:
                     await asyncio.sleep(pause)
-        return StepOutcome(plan.step, failed={s.seq_id: _STEP_FAILED for s in plan.scheduled})
+        failed = {s.seq_id: _STEP_FAILED for s in plan.scheduled}
+        return StepOutcome(plan.step, failed=failed, failed_copies=plan.all_copies)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        if self._step_model is None or plan.all_copies:  # a step that copies says little of computing
+            return
+        num_decodes = sum(s.num_tokens == 1 for s in plan.scheduled)
+        context = sum(s.start for s in plan.scheduled)
+        self._step_model.observe(plan.num_tokens - num_decodes, context, num_decodes, seconds)
 
     async def _idle(self) -> None:
         self._wake.clear()

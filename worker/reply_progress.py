@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from schemas.reasons import FinishReason
 from schemas.records import ChoiceResult, End, ErrorInfo, Preemptions, Timing, TokenLogprob, Tokens, Usage
 from schemas.reply_log import ReplyLog
-from worker.engine.outputs import EngineEvent, SampledToken, TokenEvent
+from worker.engine.outputs import EngineEvent, RequestStats, SampledToken, TokenEvent
 
 MAX_TOKENS = 4096  # in one record: what a slow broker let gather must still fit into one
 MAX_TOKENS_WITH_LOGPROBS = 256
@@ -19,6 +19,7 @@ class _Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # per token of this attempt
     tail: str = ""  # text that was still held back when it ended
     num_resumed: int = 0  # tokens of earlier attempts
+    stats: RequestStats = field(default_factory=RequestStats)
     num_written: int = 0  # tokens in records that are acknowledged or on their way
     finish_reason: FinishReason | None = None
 
@@ -59,6 +60,7 @@ class ReplyProgress:
             return
         choice.finish_reason = event.reason
         choice.tail = event.tail
+        choice.stats = event.stats
         if event.error is not None and self._error is None:
             self._error = ErrorInfo(event.error, event.message)
 
@@ -88,9 +90,11 @@ class ReplyProgress:
             attempt=attempt,
             finish_reason=FinishReason.ERROR if self._error else reasons[0] if len(reasons) == 1 else reasons,
             error=self._error,
-            usage=Usage(prompt_tokens, self.num_completion_tokens),
+            usage=Usage(prompt_tokens, self.num_completion_tokens, self._choices[0].stats.cached_tokens),
             timing=timing,
-            preemptions=Preemptions(),
+            preemptions=Preemptions(
+                recompute=sum(c.stats.recomputes for c in self._choices), swap=sum(c.stats.swaps for c in self._choices)
+            ),
             choices=tuple(map(self._result, self._choices)) if whole else None,
             tail={} if whole else {c.index: c.tail for c in self._choices if c.tail},
         )

@@ -59,6 +59,7 @@ class Outcome(Enum):
 class ServerConfig:
     worker: str  # name of this worker in `begin`
     tiers: dict[str, Tier]
+    priority_class: Callable[[int], int]  # of an effective priority
     reply_prefixes: tuple[str, ...]
     forbidden_topics: frozenset[str]
     default_reply_topic: str | None
@@ -394,6 +395,7 @@ class RequestServer:
         assert prompt is not None
         self._drop_engine_request(call)
         self._num_engine_requests += 1
+        priority = call.tier.priority(call.headers.priority)
         call.engine_id = f"{call.address.correlation_id.decode(errors='replace')}#{self._num_engine_requests}"
         accepted = resumed.token_ids if resumed is not None else {}
         stream = self._engine.add(
@@ -409,7 +411,8 @@ class RequestServer:
                 n=request.n,
                 lane=call.delivery.lane,
                 tenant=call.headers.tenant,
-                priority=call.tier.priority(call.headers.priority),
+                priority=priority,
+                priority_class=self._config.priority_class(priority),
                 arrival=call.arrival,
                 deadline=self._deadline(call),
                 new_detokenizer=self._model.tokenizer.new_detokenizer,

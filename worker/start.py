@@ -7,8 +7,14 @@ from collections.abc import Iterator
 
 import structlog
 
+from schemas.topics import MAX_PRIORITY, Tier
 from worker.app import Worker, check_kafka, run_until_signal
 from worker.config import WorkerConfig
+from worker.engine.cost import CostModel
+from worker.engine.policies import PolicyConfig, make_policy
+from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.engine.step_model import StepBudget, StepModel
+from worker.engine.tiers import TierPolicy
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, load_model
@@ -25,8 +31,7 @@ async def start(config: WorkerConfig) -> None:
     start_telemetry(config.worker, config.log_level, config.log_format == "json")
     try:
         await check_kafka(config)  # first: a wrong address should not cost the time to load a model
-        model, runner, num_blocks = build(config)
-        await run_until_signal(Worker(config, model, runner, num_blocks, on_ready=_print_ready))
+        await run_until_signal(Worker(config, *build(config), on_ready=_print_ready))
     except* (ModelError, KafkaUnavailable) as group:
         for error in _leaves(group):
             print(f"carousel worker: {error}", file=sys.stderr)
@@ -41,8 +46,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
-    """Loads the model and makes its runner: (facts, runner, blocks in the KV pool)."""
+def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel]:
+    """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model)."""
     num_threads = config.num_threads or os.cpu_count() or 1
     loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress)
     num_blocks = config.num_blocks or num_blocks_for_ram(
@@ -52,6 +57,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
         config.max_num_seqs,
         share=config.kv_memory_share,
     )
+    num_host_blocks = num_blocks if config.num_host_blocks is None else config.num_host_blocks
     runner = TorchRunner(
         loaded,
         num_blocks=num_blocks,
@@ -59,17 +65,56 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, int]:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_threads=num_threads,
+        num_host_blocks=num_host_blocks,
     )
+    facts, step_model = model_facts(loaded), StepModel()
+    copy_out, copy_in = runner.measure_copies()
     log.info(
         "model.loaded",
         model=loaded.name,
         dtype=config.dtype,
         num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
         kv_tokens=num_blocks * config.block_size,
         kv_bytes=num_blocks * config.block_size * loaded.bytes_per_token,
         threads=num_threads,
+        swap_gb_per_s=round(config.block_size * loaded.bytes_per_token / max(copy_out, 1e-9) / 1e9, 1),
     )
-    return model_facts(loaded), runner, num_blocks
+    tiers = {name: _tier_policy(tier) for name, tier in config.tiers.items()}
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=facts.max_model_len,
+            num_host_blocks=num_host_blocks,
+            capacity=config.capacity,
+            preemption=config.preemption,
+            prefix_caching=config.prefix_caching,
+            tiers=tiers,
+        ),
+        make_policy(config.policy, tiers, config=PolicyConfig(top_class=config.priority_class(MAX_PRIORITY))),
+        CostModel(
+            copy_out_seconds_per_block=copy_out,
+            copy_in_seconds_per_block=copy_in,
+            prefill_seconds=lambda num_tokens, _before: step_model.prefill_seconds(
+                num_tokens, config.max_num_batched_tokens
+            ),
+        ),
+        StepBudget(step_model),
+    )
+    return facts, runner, scheduler, step_model
+
+
+def _tier_policy(tier: Tier) -> TierPolicy:
+    return TierPolicy(
+        name=tier.name,
+        ttft=None if tier.ttft_ms is None else tier.ttft_ms / 1000,
+        tpot=None if tier.tpot_ms is None else tier.tpot_ms / 1000,
+        may_preempt=tier.may_preempt,
+        max_preemptions=tier.max_preemptions,
+    )
 
 
 def model_facts(loaded: LoadedModel) -> ModelFacts:

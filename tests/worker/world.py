@@ -110,6 +110,7 @@ class World:
                 ServerConfig(
                     worker=name,
                     tiers=DEFAULT_TIERS,
+                    priority_class=lambda priority: (priority > 3) + (priority > 6),
                     reply_prefixes=("replies.",),
                     forbidden_topics=frozenset([LANE, "prompts.dlq", "usage"]),
                     default_reply_topic="replies.default",

@@ -1,5 +1,7 @@
 """Executes plans with torch: one forward per step for the whole mixed batch."""
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
 from worker.model.loader import LoadedModel
 from worker.model.sampler import sample
+
+NUM_MEASURED_COPIES = 16
 
 
 class TorchRunner:
@@ -66,6 +70,20 @@ class TorchRunner:
                 self._input_batch.append(seq_id, token.token_id)
                 outcome.tokens[seq_id] = token
         return outcome
+
+    def measure_copies(self) -> tuple[float, float]:
+        """Seconds per block of a swap out and of a swap in; zeros without a host pool. The pools are not in use yet."""
+        count = min(NUM_MEASURED_COPIES, len(self._host_cache.blocks), len(self._cache.blocks))
+        if count == 0:
+            return 0.0, 0.0
+        device, host = self._cache.blocks, self._host_cache.blocks
+        device[:count].zero_()
+        pairs, seconds = [(i, i) for i in range(count)], []
+        for source, target in ((device, host), (device, host), (host, device)):  # the first touches the host's pages
+            began = time.perf_counter()
+            copy_blocks(source, target, pairs)
+            seconds.append((time.perf_counter() - began) / count)
+        return seconds[1], seconds[2]
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         """In this order: a block that a swap-out or a copy reads may be the target of a later one."""
