@@ -16,6 +16,7 @@ from service.errors import RequestFailed, ServiceError
 
 TIERS = ("interactive", "standard", "batch")  # the order in which they are served
 MIN_REQUESTS = 12
+_UNDER_WAY_TOKENS = 4
 _SILENCE_S = 300.0  # a worker that says nothing for so long has failed
 
 _PASSAGE = (
@@ -79,6 +80,12 @@ class Answer:
         return (self.last_token_at - self.first_token_at) / (len(self.token_ids) - 1)
 
     @property
+    def num_preemptions(self) -> int:
+        """How often it was displaced."""
+        preemptions = self.end.preemptions if self.end is not None else None
+        return 0 if preemptions is None else preemptions.recompute + preemptions.swap
+
+    @property
     def state(self) -> str:
         if self.failure is not None:
             return "failed"
@@ -106,12 +113,20 @@ def demo_answers(num_requests: int) -> list[Answer]:
     return [Answer(PROMPTS[number % len(PROMPTS)]) for number in range(num_requests)]
 
 
-async def ask(client: Client, answers: Sequence[Answer], on_change: Callable[[int], None]) -> None:
-    """Sends all prompts at once, greedy, and fills the answers in. `on_change` hears the index of what changed."""
+async def ask(
+    client: Client, answers: Sequence[Answer], on_change: Callable[[int], None], *, urgent_last: bool = False
+) -> None:
+    """Sends the prompts, greedy, and fills the answers in. `on_change` hears the index of what changed.
+
+    All at once; with `urgent_last` a tier waits until one below it is being answered, and then displaces it.
+    """
     start = time.monotonic()
+    answering = {tier: asyncio.Event() for tier in TIERS}
 
     async def one(index: int, answer: Answer) -> None:
         prompt = answer.prompt
+        if urgent_last and prompt.tier != TIERS[-1]:
+            await answering[TIERS[TIERS.index(prompt.tier) + 1]].wait()
         stream = client.stream(
             messages=prompt.messages,
             tier=prompt.tier,
@@ -124,9 +139,12 @@ async def ask(client: Client, answers: Sequence[Answer], on_change: Callable[[in
                 async for event in stream:
                     _take(answer, event, time.monotonic() - start)
                     answer.text = stream.text
+                    if len(answer.token_ids) >= _UNDER_WAY_TOKENS or answer.end is not None:
+                        answering[prompt.tier].set()
                     on_change(index)
         except ServiceError as failure:
             answer.failure = failure
+            answering[prompt.tier].set()
             on_change(index)
 
     await asyncio.gather(*(one(index, answer) for index, answer in enumerate(answers)))
@@ -158,6 +176,7 @@ class TierSummary:
     ttft: float | None
     worst_ttft: float | None
     tpot: float | None
+    num_preemptions: int
 
 
 def summarise(answers: Sequence[Answer]) -> list[TierSummary]:
@@ -175,9 +194,21 @@ def summarise(answers: Sequence[Answer]) -> list[TierSummary]:
                 statistics.median(ttfts) if ttfts else None,
                 max(ttfts, default=None),
                 statistics.median(tpots) if tpots else None,
+                sum(answer.num_preemptions for answer in mine),
             )
         )
     return summaries
+
+
+def preemption_lines(steps: Sequence[dict[str, Any]]) -> list[str]:
+    """What the worker's step records tell of displaced sequences, a line for each step that displaced somebody."""
+    lines = []
+    for step in steps:
+        modes = [preemption["mode"] for preemption in step.get("preempted", ())]
+        if modes:
+            how = ", ".join(f"{modes.count(mode)} by {mode}" for mode in ("swap", "recompute") if mode in modes)
+            lines.append(f"{step['at'] - steps[0]['at']:6.1f} s  displaced: {how}; admitted: {len(step['admitted'])}")
+    return lines
 
 
 def seats_chart(steps: Sequence[dict[str, Any]], *, max_num_seqs: int, width: int) -> list[str]:

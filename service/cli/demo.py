@@ -25,7 +25,7 @@ from service.broker import EmbeddedBroker
 from service.cli.connection import with_connection
 from service.cli.running import run
 from service.client import Client
-from service.demo import MIN_REQUESTS, TIERS, ask, demo_answers, seats_chart, summarise
+from service.demo import MIN_REQUESTS, TIERS, ask, demo_answers, preemption_lines, seats_chart, summarise
 from service.errors import ServiceError
 from service.kafka import TopicAdmin
 from service.topics import create_topics
@@ -45,6 +45,14 @@ def demo(
     max_num_seqs: Annotated[
         int, typer.Option(min=1, max=64, help="Seats in the batch; fewer than requests, so that some wait.")
     ] = 8,
+    tight: Annotated[
+        bool,
+        typer.Option(
+            "--tight",
+            help="Half the seats, and the urgent prompts last: they displace running ones, which come back by swap or "
+            "recompute.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write prompts, answers and steps to this file.")
     ] = None,
@@ -54,14 +62,16 @@ def demo(
     Starts everything it needs on this machine, and stops it again. With --bootstrap it uses that Kafka, on lanes of its
     own. The exit status is 0 only if every answer ended without an error.
     """
-    run(_Demo(model, requests, max_num_seqs, json_file).run(connection), log_level=logging.ERROR)
+    seats = max(1, max_num_seqs // 2) if tight else max_num_seqs
+    run(_Demo(model, requests, seats, tight, json_file).run(connection), log_level=logging.ERROR)
 
 
 class _Demo:
-    def __init__(self, model: str, num_requests: int, max_num_seqs: int, json_file: Path | None) -> None:
+    def __init__(self, model: str, num_requests: int, max_num_seqs: int, tight: bool, json_file: Path | None) -> None:
         self._console = Console(highlight=False)
         self._model = model
         self._max_num_seqs = max_num_seqs
+        self._tight = tight
         self._json_file = json_file
         self._answers = demo_answers(num_requests)
         self._said: dict[int, str] = {}  # index of an answer -> its state when a line was printed
@@ -148,7 +158,7 @@ class _Demo:
     async def _ask(self, client: Client, worker: WorkerProcess) -> None:
         """Sends the prompts and waits for the answers, or for the worker's failure, which it raises."""
         self._start = time.monotonic()
-        asking = asyncio.create_task(ask(client, self._answers, self._on_change))
+        asking = asyncio.create_task(ask(client, self._answers, self._on_change, urgent_last=self._tight))
         failing = asyncio.create_task(worker.failed())
         try:
             await asyncio.wait({asking, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -201,7 +211,7 @@ class _Demo:
     def _report(self, steps: Sequence[dict[str, Any]]) -> None:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("tier", no_wrap=True)
-        for heading in ("requests", "tokens", "TTFT", "worst", "a token"):
+        for heading in ("requests", "tokens", "TTFT", "worst", "a token", "displaced"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in summarise(self._answers):
             table.add_row(
@@ -209,10 +219,13 @@ class _Demo:
                 *(str(number) for number in (row.num_requests, row.num_tokens)),
                 *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (row.ttft, row.worst_ttft)),
                 "-" if row.tpot is None else f"{row.tpot * 1000:.0f} ms",
+                str(row.num_preemptions),
             )
         self._console.print()
         self._console.print(table)
         self._console.print()
+        if lines := preemption_lines(steps):
+            self._console.print("\n".join(lines) + "\n", markup=False)
         width = min(self._console.width - 12, _MAX_CHART_WIDTH)
         chart = seats_chart(steps, max_num_seqs=self._max_num_seqs, width=width)
         self._console.print(f"seats in {len(steps)} steps: " + ", ".join(f"{tier[0].upper()} {tier}" for tier in TIERS))
