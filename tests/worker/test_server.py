@@ -315,3 +315,36 @@ async def test_request_reply_clients_get_one_record():
     ((_, end),) = world.records("replies.shared")
     assert end.attempt == -1
     assert len(end.choices[0].token_ids) == 12
+
+
+async def test_a_higher_class_displaces_and_the_end_says_so():
+    """One seat: an urgent request takes it in the next step; the displaced one comes back with the same tokens."""
+    calm = await answered(World(), max_tokens=40)
+    world = World(max_num_seqs=1)
+    world.publish("a", max_tokens=40, headers=[("priority", b"1")])
+    async with world.worker() as server:
+        for delivery in world.source.deliveries():
+            server.deliver(delivery)
+        while len(world.broker.topics["replies.a"][0]) < 6:
+            await asyncio.sleep(0)
+        world.publish("b", max_tokens=3, headers=[("priority", b"6")])
+        await world.serve(server)
+    displaced, urgent = world.answer("a"), world.answer("b")
+    assert displaced.token_ids == calm.token_ids
+    assert displaced.end.preemptions.recompute + displaced.end.preemptions.swap == 1
+    assert urgent.end.preemptions.recompute == 0
+    (step,) = [step for step in world.steps if step.preempted]
+    assert len(step.admitted) == 1
+
+
+async def test_cached_prompt_tokens_are_reported():
+    """A second request with the same prompt finds its blocks computed: usage says how many tokens."""
+    world = World()
+    world.publish("a", prompt="The same long prompt for both")
+    async with world.worker() as server:
+        await world.serve(server)
+        world.publish("b", prompt="The same long prompt for both")
+        await world.serve(server)
+    assert world.answer("a").end.usage.cached_tokens == 0
+    assert world.answer("b").end.usage.cached_tokens == 28
+    assert world.answer("a").token_ids == world.answer("b").token_ids
