@@ -60,6 +60,8 @@ async def test_64_requests_on_16_seats(broker: EmbeddedBroker, tmp_path: Path):
     assert max(s["num_running"] for s in steps) == 16
     refilled = 0
     for before, after in itertools.pairwise(steps):
-        assert after["num_running"] == 16 or after["num_waiting"] == 0, "a free seat while somebody waits"
+        # A slow machine finds 64 prompts waiting at its first step: then it is the token budget that is used up.
+        is_full = after["num_running"] == 16 or after["num_budget_left"] == 0
+        assert is_full or after["num_waiting"] == 0, "a free seat while somebody waits"
         refilled += bool(before["finished"] and after["admitted"])
     assert refilled > 5

@@ -157,9 +157,9 @@ class StepRecord:
     finished: tuple[str, ...]  # request ids whose last choice left its seat after this step
     seats_by_lane: dict[str, int]
     preempted: tuple[Preemption, ...] = ()
-    paused: tuple[
-        str, ...
-    ] = ()  # request ids with a seat and no token: budget taken by a higher class, blocks draining
+    # Request ids with a seat and no token: budget taken by a higher class, blocks draining.
+    paused: tuple[str, ...] = ()
+    num_budget_left: int = 0  # tokens that the step could still have had: 0, and the waiting wait for budget
     num_swap_out_blocks: int = 0
     num_swap_in_blocks: int = 0
     num_copied_blocks: int = 0  # copy-on-write

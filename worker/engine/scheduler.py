@@ -221,6 +221,7 @@ class Scheduler:
             seats_by_lane=dict(self._planner.seats_by_lane),
             preempted=tuple(draft.preempted),
             paused=request_ids(draft.paused),
+            num_budget_left=draft.budget,
             num_swap_out_blocks=len(draft.swap_outs),
             num_swap_in_blocks=len(draft.swap_ins),
             num_copied_blocks=len(draft.copies),
