@@ -203,6 +203,69 @@ def test_a_higher_class_takes_the_budget_of_a_lower_prefill() -> None:
     engine.run()
 
 
+def test_decodes_pause_for_the_prefill_of_a_higher_class() -> None:
+    """They give it their part of the budget while it needs it, keep seats and blocks, and go on with their tokens."""
+    engine = Engine(max_num_batched_tokens=8, max_num_seqs=4, num_blocks=200)
+    engine.add(*(distinct(f"low{i}", 100 * i, 2, max_tokens=30) for i in range(3)))
+    engine.step()
+    engine.add(distinct("high", 1000, 30, priority_class=1))
+    records = [engine.step() for _ in range(5)]
+    # The step in which it comes has its decodes; then it has all 8 tokens, until fewer are left than 8 - 3.
+    assert [(r.num_decode_tokens, r.num_prefill_tokens) for r in records if r] == [
+        (3, 5),
+        (0, 8),
+        (0, 8),
+        (0, 8),
+        (3, 1),
+    ]
+    assert [r.paused for r in records if r] == [(), *[("low0", "low1", "low2")] * 3, ()]
+    assert [r.preempted for r in records if r] == [()] * 5
+    engine.run()
+    assert [len(engine.tokens(f"low{i}")) for i in range(3)] == [30] * 3
+
+
+def test_a_decode_pauses_for_one_that_waits_for_budget() -> None:
+    """Also when the higher class has no seat yet because the budget ended before it."""
+    engine = Engine(max_num_batched_tokens=8, max_num_seqs=4, num_blocks=200)
+    engine.add(*(distinct(f"low{i}", 100 * i, 2, max_tokens=30) for i in range(2)))
+    engine.step()
+    engine.add(*(distinct(f"high{i}", 1000 * i, 6, priority_class=1) for i in (1, 2)))
+    records = [engine.step(), engine.step()]
+    assert [(r.num_decode_tokens, r.num_prefill_tokens) for r in records if r] == [(2, 6), (1, 6)]
+    assert [r.paused for r in records if r] == [(), ("low0", "low1")]
+    engine.run()
+
+
+def test_pauses_are_bounded() -> None:
+    """However much prefill of higher classes comes, a decode has a token at least every `max_pauses` + 1 steps."""
+    engine = Engine(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=400, max_pauses=3)
+    engine.add(distinct("low", 0, 2, max_tokens=20))
+    engine.step()
+    engine.add(*(distinct(f"high{i}", 1000 * i, 60, priority_class=1, max_tokens=1) for i in (1, 2, 3)))
+    counts = []
+    for _ in range(24):
+        engine.step()
+        counts.append(len(engine.tokens("low")))
+    assert counts[0] == 2
+    assert counts == [2 + i // 4 for i in range(24)]
+    engine.run()
+
+
+def test_a_decode_with_a_target_does_not_pause() -> None:
+    """A TPOT target is a promise: the step budget keeps it, and no prefill takes its token."""
+    tiers = {"paced": TierPolicy(name="paced", tpot=0.1)}
+    engine = Engine(max_num_batched_tokens=4, tiers=tiers, num_blocks=200)
+    engine.add(distinct("paced", 0, 2, lane="paced", max_tokens=12), distinct("free", 100, 2, max_tokens=12))
+    engine.step()
+    engine.add(distinct("high", 1000, 30, priority_class=1))
+    engine.step()
+    before = len(engine.tokens("paced")), len(engine.tokens("free"))
+    for _ in range(4):
+        engine.step()
+    assert (len(engine.tokens("paced")), len(engine.tokens("free"))) == (before[0] + 4, before[1])
+    engine.run()
+
+
 class HalfBudget:
     """A prefill budget that grants half of what is left, and remembers what it was asked."""
 
@@ -212,6 +275,27 @@ class HalfBudget:
     def budget(self, num_decodes: int, context: int, tpot: float | None, block_size: int, max_tokens: int) -> int:
         self.asked.append((num_decodes, context, tpot, block_size, max_tokens))
         return max_tokens // 2
+
+    def arrival_budget(self, num_decodes: int, context: int, wait: float, block_size: int, max_tokens: int) -> int:
+        self.asked.append((num_decodes, context, wait, block_size, max_tokens))
+        return 3
+
+
+def test_prefills_leave_the_step_short_for_a_tier_with_a_tighter_target() -> None:
+    """Who may arrive within it waits for its end. The tier itself is not held back, nor what is as tight."""
+    budget = HalfBudget()
+    tiers = {"fast": TierPolicy(name="fast", ttft=1.0), "slow": TierPolicy(name="slow", ttft=5.0)}
+    engine = Engine(prefill_budget=budget, tiers=tiers, num_blocks=100, max_num_batched_tokens=32)
+    engine.add(distinct("a", 0, 10, lane="slow"), distinct("b", 100, 10, lane="other"))
+    first = engine.step()
+    assert first is not None
+    assert (first.num_prefill_tokens, first.admitted) == (3, ("a",))
+    assert budget.asked[1] == (0, 0, 0.05, 4, 32)
+    engine.add(distinct("c", 200, 10, lane="fast", priority=9, priority_class=1))
+    second = engine.step()
+    assert second is not None
+    assert (second.num_prefill_tokens, second.admitted, second.paused) == (10, ("c",), ("a",))
+    engine.run()
 
 
 def test_a_prefill_budget_caps_what_decodes_leave() -> None:

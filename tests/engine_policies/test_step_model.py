@@ -182,3 +182,13 @@ def test_without_a_target_there_is_nothing_to_keep():
     assert budget(0, 0, 0.01, 16, 8192) == 8192
     assert budget(10, 1000, None, 16, 8192) == 8192
     assert StepBudget(StepModel())(10, 1000, 0.001, 16, 8192) == 8192
+
+
+def test_the_arrival_budget_fills_the_wait_but_always_two_thirds_of_a_step():
+    """A step lasts the wait; where decodes alone take a third of it or more, three times what they take."""
+    budget = StepBudget(StepModel(prior=StepCost(0.01, 1e-3, 0.0, 1e-3)))
+    assert budget.arrival_budget(10, 0, 0.1, 16, 4096) == 80  # 0.1 s less 0.02 s
+    assert budget.arrival_budget(40, 0, 0.1, 16, 4096) == 100  # 0.05 s of decodes: twice as much prefill
+    assert budget.arrival_budget(0, 0, 0.011, 64, 4096) == 64  # at least a block
+    assert budget.arrival_budget(0, 0, 10.0, 16, 512) == 512
+    assert StepBudget(StepModel()).arrival_budget(10, 0, 0.1, 16, 512) == 512

@@ -39,6 +39,8 @@ class SchedulerConfig:
     max_prefix_waits: int = 16  # steps that a sequence waits for a prefix which another one computes
     look_ahead: int = 8  # sequences that do not fit and may be passed over in a step
     max_overtaken: int = 32  # steps in which a sequence that does not fit may be passed over
+    max_pauses: int = 16  # steps in a row in which a decode gives its token to the prefill of a higher class; 0: never
+    arrival_share: float = 0.05  # of a tier's TTFT target: how long the prefill of others may make an arrival wait
     finish_soon: int = 2  # a sequence with at most so many tokens to go is not preempted
     tiers: Mapping[str, TierPolicy] = field(default_factory=dict)  # lane -> tier
 
@@ -46,9 +48,10 @@ class SchedulerConfig:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_host_blocks < 0:
-            raise ValueError(f"num_host_blocks must be at least 0, got {self.num_host_blocks}")
-        for name in ("watermark", "high_mark"):
+        for name in ("num_host_blocks", "max_pauses"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("watermark", "high_mark", "arrival_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share, from 0 to 1, got {getattr(self, name)}")
 
@@ -68,6 +71,19 @@ class SchedulerConfig:
         """How often a sequence of that lane may be displaced; then it is pinned."""
         tier = self.tiers.get(lane)
         return _DEFAULT_TIER.max_preemptions if tier is None else tier.max_preemptions
+
+    def arrival_wait(self, lane: str) -> float | None:
+        """Seconds that steps with prefills of that lane should last: a tier with a tighter TTFT target may arrive."""
+        own = self.tiers[lane].ttft if lane in self.tiers else None
+        targets = [
+            tier.ttft for tier in self.tiers.values() if tier.ttft is not None and (own is None or tier.ttft < own)
+        ]
+        return self.arrival_share * min(targets) if targets else None
+
+    def has_tpot(self, lane: str) -> bool:
+        """Whether that lane has a target for its time per output token."""
+        tier = self.tiers.get(lane)
+        return tier is not None and tier.tpot is not None
 
     def may_preempt(self, lane: str) -> bool:
         """Whether a waiting sequence of that lane may displace running ones of lower classes."""

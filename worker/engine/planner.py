@@ -1,8 +1,8 @@
 """Plans one step: who computes how many tokens, who gets a seat, who gives way, which blocks are copied.
 
-Order: decodes, one token each, the most urgent first; then prefills that have begun, each after the waiting ones of a
-higher class (they take the budget from it); then the waiting, in the order of the queue; then swap-ins for those who
-still wait.
+Order: decodes, one token each, the most urgent first, but for those that pause for the prefill of a higher class; then
+prefills that have begun, each after the waiting ones of a higher class (they take the budget from it); then the
+waiting, in the order of the queue; then swap-ins for those who still wait.
 """
 
 from bisect import insort
@@ -41,6 +41,7 @@ class StepDraft:
         "movements",
         "new",
         "num_cached_tokens",
+        "num_context_tokens",
         "num_decode_tokens",
         "num_prefill_tokens",
         "num_recomputed_tokens",
@@ -65,6 +66,7 @@ class StepDraft:
         self.swap_ins: list[BlockCopy] = []
         self.movements: list[Movement] = []
         self.num_decode_tokens = 0
+        self.num_context_tokens = 0  # that decodes attend to
         self.num_prefill_tokens = 0
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
@@ -92,6 +94,7 @@ class Planner:
         self._waiting = waiting
         self._prefill_budget = prefill_budget
         self._steps_without_prefill = 0
+        self._starved_class: int | None = None  # of the waiting head, when the last step's budget did not reach it
         # Of the step being planned:
         self._draft = StepDraft(0)
         self._step = 0
@@ -114,30 +117,70 @@ class Planner:
         self._misfits = []
         self._is_closed = False
         self._below_waterline = self._is_below_waterline()
-        prefills = self._grant_decodes()
-        if self._prefill_budget is not None:
-            self._limit_prefill(self._prefill_budget)
+        prefills, pausing = self._grant_decodes(self.running, self._pausing_class())
+        draft.num_context_tokens = sum([part.start + 1 for part in draft.scheduled])
+        draft.budget = self._prefill_room(draft.num_decode_tokens, draft.num_context_tokens)
         for seq in prefills:
             self._admit_waiting(above=seq.priority_class)
             if seq.status is _RUNNING:
                 self._advance(seq)
         self._admit_waiting()
+        self._starved_class = self._class_without_budget()
+        if draft.num_prefill_tokens:
+            draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
+        else:
+            self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
         if self._blocks.host.num_used and not draft.preempted:
             self._prefetch()
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
         return draft
 
-    def _grant_decodes(self) -> list[Sequence]:
-        """One token for each sequence that decodes. Returns those that do not: their prefill is unfinished."""
+    def _pausing_class(self) -> int | None:
+        """Decodes of lower classes pause in this step: its budget beside them is too small for the prefill of this one.
+
+        So a higher class displaces a lower one for the budget, too. None: it is large enough for all.
+        """
+        if not self._config.max_pauses or (len(self._seats_by_class) < 2 and self._starved_class is None):
+            return None
+        num_decodes = num_context = num_prefill = 0
+        in_need = self._starved_class
+        for seq in self.running:
+            if seq.num_computed < seq.num_prefill:
+                num_prefill += seq.num_tokens - seq.num_computed
+                in_need = seq.priority_class if in_need is None else max(in_need, seq.priority_class)
+            else:
+                num_decodes += 1
+                num_context += seq.num_computed + 1
+        if in_need is None or (
+            self._starved_class is None and num_prefill <= self._prefill_room(num_decodes, num_context)
+        ):
+            return None
+        return in_need
+
+    def _pauses(self, seq: Sequence, for_class: int) -> bool:
+        """Whether a decode gives its token up: never where a target says how often it has one, nor too often."""
+        if seq.priority_class >= for_class or self._config.has_tpot(seq.request.lane):
+            return False
+        seq.num_pauses = (seq.num_pauses + 1) % (self._config.max_pauses + 1)
+        return seq.num_pauses > 0
+
+    def _grant_decodes(
+        self, seated: Items[Sequence], pausing_class: int | None
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """One token for each sequence that decodes. Returns those whose prefill is unfinished, and those that pause."""
         draft, block_size, grow = self._draft, self._blocks.block_size, self._blocks.grow
         sequences, scheduled = draft.sequences, draft.scheduled
         prefills: list[Sequence] = []
-        for seq in tuple(self.running):
+        pausing: list[Sequence] = []
+        for seq in tuple(seated):
             start = seq.num_computed
             if seq.status is not _RUNNING:
                 continue  # it has given way to a more urgent one
             if start < seq.num_prefill:
                 prefills.append(seq)
+                continue
+            if pausing_class is not None and self._pauses(seq, pausing_class):
+                pausing.append(seq)
                 continue
             new_block_ids = _NO_BLOCKS
             if start >= len(seq.block_ids) * block_size:
@@ -147,8 +190,7 @@ class Planner:
             sequences.append(seq)
             scheduled.append(ScheduledSequence(seq.seq_id, start, 1, new_block_ids, True))
         draft.num_decode_tokens = len(scheduled)
-        draft.budget = self._config.max_num_batched_tokens - len(scheduled)
-        return prefills
+        return prefills, pausing
 
     def _make_room(self, seq: Sequence) -> bool:
         """A free block for a sequence that decodes, by preemption if need be; False: it has no token in this step."""
@@ -176,22 +218,35 @@ class Planner:
             self._preempt(victim, "block", seq)
         return bool(victims)
 
-    def _limit_prefill(self, prefill_budget: PrefillBudget) -> None:
-        """Caps the tokens of prefills so that the decodes of this step keep their targets."""
-        draft, tiers = self._draft, self._config.tiers
+    def _prefill_room(self, num_decodes: int, num_context: int) -> int:
+        """Tokens of prefill beside so many decodes: the rest of the budget, or less for the decodes' targets."""
+        room, tiers = self._config.max_num_batched_tokens - num_decodes, self._config.tiers
+        if self._prefill_budget is None:
+            return room
         targets = [
             tier.tpot for lane in self.seats_by_lane if (tier := tiers.get(lane)) is not None and tier.tpot is not None
         ]
-        draft.budget = min(
-            draft.budget,
-            prefill_budget.budget(
-                draft.num_decode_tokens,
-                sum(part.start + 1 for part in draft.scheduled),
-                min(targets, default=None),
-                self._blocks.block_size,
-                draft.budget,
+        return min(
+            room,
+            self._prefill_budget.budget(
+                num_decodes, num_context, min(targets, default=None), self._blocks.block_size, room
             ),
         )
+
+    def _prefill_left(self, lane: str) -> int:
+        """Tokens of this step's budget that prefills of that lane may still take."""
+        draft = self._draft
+        wait = None if self._prefill_budget is None else self._config.arrival_wait(lane)
+        if wait is None or self._prefill_budget is None:
+            return draft.budget
+        limit = self._prefill_budget.arrival_budget(
+            draft.num_decode_tokens,
+            draft.num_context_tokens,
+            wait,
+            self._blocks.block_size,
+            self._config.max_num_batched_tokens,
+        )
+        return max(0, min(draft.budget, limit - draft.num_prefill_tokens))
 
     def _advance(self, seq: Sequence) -> None:
         """Gives a seated sequence what is left of its prefill, as far as budget and free blocks go."""
@@ -200,7 +255,7 @@ class Planner:
             self._open(seq)
         start, num_known, held = seq.num_computed, seq.num_tokens, len(seq.block_ids)
         num_free_slots = (held + blocks.device.num_free) * blocks.block_size - start
-        num_tokens = min(num_known - start, draft.budget, num_free_slots)
+        num_tokens = min(num_known - start, self._prefill_left(seq.request.lane), num_free_slots)
         if num_tokens <= 0 or seq.opened_step == 0:
             draft.paused.append(seq)
             return
@@ -240,6 +295,13 @@ class Planner:
             if not self._try_to_admit(seq):
                 self._passed[seq.seq_id] = None
 
+    def _class_without_budget(self) -> int | None:
+        """The class of the waiting head that would have been looked at, had there been budget left."""
+        if self._draft.budget > 0 or self._is_closed or self._passed:
+            return None
+        head = self._waiting.head(self._now)
+        return None if head is None else head.priority_class
+
     def _next_candidate(self) -> Sequence | None:
         if not self._passed:
             return self._waiting.head(self._now)
@@ -253,6 +315,9 @@ class Planner:
         config, blocks = self._config, self._blocks
         if seq.preempted_step == self._step:
             return False  # its copy out, if any, is still to be made
+        if self._prefill_left(seq.request.lane) <= 0:
+            self._is_closed = True
+            return False
         is_full = len(self.running) >= config.max_seats
         may_displace = self._may_displace(seq)
         if self._barrier is not None and seq.priority_class < self._barrier:

@@ -36,10 +36,16 @@ class Detokenizer(Protocol):
 
 
 class PrefillBudget(Protocol):
-    """Says how much prefill a step may carry so that the decodes beside it keep their pace."""
+    """Says how much prefill a step may carry so that others keep their targets."""
 
     def budget(
         self, num_decodes: int, context_tokens: int, tightest_tpot: float | None, block_size: int, max_tokens: int
     ) -> int:
         """Tokens of prefill, at most max_tokens. tightest_tpot: seconds; None: no target."""
+        ...
+
+    def arrival_budget(
+        self, num_decodes: int, context_tokens: int, wait: float, block_size: int, max_tokens: int
+    ) -> int:
+        """Tokens of prefill of a step for whose end somebody more urgent may have to wait. wait: seconds."""
         ...

@@ -67,6 +67,7 @@ class Sequence:
         "num_hashed",
         "num_lost",
         "num_overtaken",
+        "num_pauses",
         "num_prefill",
         "num_prefix_waits",
         "num_prompt",
@@ -112,6 +113,7 @@ class Sequence:
         self.num_lost = 0  # tokens computed when it was last preempted, not yet computed again or restored
         self.num_prefix_waits = 0  # steps that it waited for a prefix which another one computes
         self.num_overtaken = 0  # steps in which it did not fit and another one behind it was seated
+        self.num_pauses = 0  # steps in a row in which its token went to a higher class
         self._detokenizer = request.new_detokenizer()
         self._matcher = StopMatcher(request.stop)
 

@@ -18,6 +18,7 @@ _PRIOR_INFORMATION = 1e-3  # what the start weighs, in steps
 _MIN_SAMPLES = 8  # to be asked
 _MIN_SAMPLES_TO_DOUBT = 32  # to know which errors are usual
 _MIN_SECONDS = 1e-6
+_LEAST_PREFILL = 2.0  # times what a step costs without prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +156,23 @@ class StepBudget:
         """
         if not num_decodes or tightest_tpot is None or not self.model.is_fitted:
             return max_tokens
+        room = self.headroom * tightest_tpot - self.model.seconds(0, context_tokens, num_decodes)
+        return self._tokens_within(room, block_size, max_tokens)
+
+    def arrival_budget(
+        self, num_decodes: int, context_tokens: int, wait: float, block_size: int, max_tokens: int
+    ) -> int:
+        """The most prefill tokens of a step that takes about `wait` seconds, for who comes in it waits for its end.
+
+        At least two thirds of the step are prefill: a shorter one would cost more throughput than it saves waiting.
+        """
+        if not self.model.is_fitted:
+            return max_tokens
+        fixed = self.model.seconds(0, context_tokens, num_decodes)
+        return self._tokens_within(max(wait - fixed, _LEAST_PREFILL * fixed), block_size, max_tokens)
+
+    def _tokens_within(self, room: float, block_size: int, max_tokens: int) -> int:
         cost = self.model.cost
-        room = self.headroom * tightest_tpot - cost.seconds(0, context_tokens, num_decodes)
         if room <= 0:
             fitting = 0
         elif room >= cost.per_prefill_token * max_tokens:
