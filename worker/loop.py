@@ -126,7 +126,8 @@ class EngineLoop:
                     continue
                 began = self.clock.now()
                 outcome = await self._execute(plan, step_thread)
-                self._learn(plan, self.clock.now() - began)
+                if self._step_model is not None:
+                    self._step_model.observe_plan(plan, self.clock.now() - began)
                 self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
                 self._record()
 
@@ -144,13 +145,6 @@ class EngineLoop:
                     await asyncio.sleep(pause)
         failed = {s.seq_id: _STEP_FAILED for s in plan.scheduled}
         return StepOutcome(plan.step, failed=failed, failed_copies=plan.all_copies)
-
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        if self._step_model is None or plan.all_copies:  # a step that copies says little of computing
-            return
-        num_decodes = sum(s.num_tokens == 1 for s in plan.scheduled)
-        context = sum(s.start for s in plan.scheduled)
-        self._step_model.observe(plan.num_tokens - num_decodes, context, num_decodes, seconds)
 
     async def _idle(self) -> None:
         self._wake.clear()

@@ -11,6 +11,8 @@ because more work never takes less time.
 
 from dataclasses import dataclass
 
+from worker.engine.outputs import StepPlan
+
 # Features are scaled to about 1, which keeps the information matrix well conditioned.
 _SCALES = (1.0, 1e-3, 1e-5, 1e-2)
 _SIZE = len(_SCALES)
@@ -72,6 +74,14 @@ class StepModel:
     def cost(self) -> StepCost:
         """The coefficients now, none negative."""
         return StepCost(*(value * scale for value, scale in zip(self._theta, _SCALES, strict=True)))
+
+    def observe_plan(self, plan: StepPlan, seconds: float) -> None:
+        """That step took so long. One that copies says little of computing: it teaches nothing."""
+        if plan.all_copies:
+            return
+        num_decodes = sum([part.num_tokens == 1 for part in plan.scheduled])
+        num_context = sum([part.start for part in plan.scheduled])
+        self.observe(plan.num_tokens - num_decodes, num_context, num_decodes, seconds)
 
     def observe(self, prefill_tokens: int, context_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step with so much work took so long. Asserts that none of it is negative."""

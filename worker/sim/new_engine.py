@@ -18,7 +18,7 @@ def engine_factory(policy: str = DEFAULT_POLICY) -> NewEngine:
     if policy not in POLICIES:
         raise ValueError(f"there is no policy {policy}; there are {', '.join(POLICIES)}")
 
-    def new(profile: Profile, levels: Levels) -> tuple[Scheduler, Admission]:
+    def new(profile: Profile, levels: Levels) -> tuple[Scheduler, Admission, StepModel]:
         model = StepModel(prior=StepCost(profile.base_s, profile.prefill_s, profile.context_s, profile.decode_s))
 
         def prefill_s(num_tokens: int) -> float:
@@ -33,7 +33,7 @@ def engine_factory(policy: str = DEFAULT_POLICY) -> NewEngine:
         scheduler = Scheduler(scheduler_config(profile, levels), waiting, cost_model(profile), StepBudget(model))
         quotas = Quotas(levels.tenants)
         admission = Admission(levels.tiers, quotas, levels.limits, model, chunk=profile.max_num_batched_tokens)
-        return scheduler, admission
+        return scheduler, admission, model
 
     return new
 

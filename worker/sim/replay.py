@@ -13,13 +13,14 @@ from worker.engine.admission import Admission, Delay, Refuse
 from worker.engine.outputs import EngineEvent, FinishEvent, SampledToken, SamplingParams, StepOutcome, TokenEvent
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
+from worker.engine.step_model import StepModel
 from worker.sim.levels import Levels
 from worker.sim.profile import Profile
 from worker.sim.trace import Arrival
 
 _TOKEN = SampledToken(0)
 _MAX_POINTS = 1024
-NewEngine = Callable[[Profile, Levels], tuple[Scheduler, Admission]]
+NewEngine = Callable[[Profile, Levels], tuple[Scheduler, Admission, StepModel]]
 
 
 class NoText:
@@ -115,13 +116,16 @@ class WorkerRun:
 class SimulatedWorker:
     """A scheduler and its clock. `run` serves everything and ends when all have ended."""
 
-    def __init__(self, profile: Profile, levels: Levels, scheduler: Scheduler, admission: Admission) -> None:
+    def __init__(
+        self, profile: Profile, levels: Levels, scheduler: Scheduler, admission: Admission, step_model: StepModel
+    ) -> None:
         self._profile = profile
         self._admission = admission
         self._delayed: list[tuple[float, int, Request]] = []  # heap: until when its tenant's quota holds it back
         self._open: dict[str, Request] = {}  # in the scheduler
         self._levels = levels
         self._scheduler = scheduler
+        self._step_model = step_model
         self._now = 0.0
         self._served: dict[str, Served] = {}  # by request id
         self._vocabulary = tuple(range(1, profile.max_model_len + 1))  # slices of it are prompts: no int is made twice
@@ -150,6 +154,7 @@ class SimulatedWorker:
                 continue
             step_s = profile.plan_s(plan)
             self._now += step_s
+            self._step_model.observe_plan(plan, step_s)
             tokens = {part.seq_id: _TOKEN for part in plan.scheduled if part.samples}
             self._take(scheduler.apply(StepOutcome(plan.step, tokens), self._now))
             record = scheduler.last_record
