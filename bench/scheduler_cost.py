@@ -3,15 +3,18 @@
     python -m bench.scheduler_cost --waiting 10 1000 10000 100000
 
 256 sequences decode, requests end and others take their seats (`--output` tokens each), 8192 blocks of 16. The runner
-answers at once; its time does not count. Wall time: best on an idle machine.
+answers at once; its time does not count. `--clock cpu` is the time that this process had a core: on a busy machine it is
+nearer to what an idle one shows.
 """
 
 import argparse
 import gc
+from collections.abc import Callable
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 
 from worker.engine.outputs import SampledToken, SamplingParams, StepOutcome
+from worker.engine.policies import DEFAULT_POLICY, POLICIES, make_policy
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -49,7 +52,15 @@ def make_request(number: int, prompt: int, output: int) -> Request:
     )
 
 
-def measure(num_waiting: int, num_running: int, num_steps: int, prompt: int, output: int) -> list[float]:
+def measure(
+    num_waiting: int,
+    num_running: int,
+    num_steps: int,
+    prompt: int,
+    output: int,
+    policy: str = "fcfs",
+    clock: Callable[[], float] = perf_counter,
+) -> list[float]:
     """Seconds of schedule + apply for num_steps steps; the waiting are topped up to num_waiting between them."""
     scheduler = Scheduler(
         SchedulerConfig(
@@ -57,7 +68,8 @@ def measure(num_waiting: int, num_running: int, num_steps: int, prompt: int, out
             max_num_seqs=num_running,
             max_num_batched_tokens=8192,
             max_model_len=prompt + output,
-        )
+        ),
+        make_policy(policy),
     )
     number = 0
     seconds: list[float] = []
@@ -70,15 +82,15 @@ def measure(num_waiting: int, num_running: int, num_steps: int, prompt: int, out
             # Of different lengths, so that seats come free one by one.
             scheduler.add(make_request(number, prompt, output - number % (output // 2)))
         number += 1
-        start = perf_counter()
+        start = clock()
         plan, _ = scheduler.schedule(float(step))
-        planned = perf_counter()
+        planned = clock()
         assert plan is not None
         outcome = StepOutcome(plan.step, {part.seq_id: _TOKEN for part in plan.scheduled if part.samples})
-        applying = perf_counter()
+        applying = clock()
         scheduler.apply(outcome, float(step))
         if step >= warm_up:
-            seconds.append(perf_counter() - applying + planned - start)
+            seconds.append(clock() - applying + planned - start)
     gc.enable()
     return seconds
 
@@ -90,11 +102,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
     parser.add_argument("--output", type=int, default=200, help="tokens, at most")
+    parser.add_argument("--policy", choices=POLICIES, default=DEFAULT_POLICY)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     arguments = parser.parse_args()
-    print(f"schedule + apply, {arguments.running} running, 8192 blocks, {arguments.steps} steps; milliseconds")
+    clock = process_time if arguments.clock == "cpu" else perf_counter
+    limits = f"{arguments.running} running, 8192 blocks, {arguments.steps} steps, {arguments.policy}"
+    print(f"schedule + apply, {limits}; milliseconds ({arguments.clock} clock)")
     print(f"{'waiting':>8} {'p10':>8} {'median':>8} {'p90':>8}")
     for num_waiting in arguments.waiting:
-        seconds = measure(num_waiting, arguments.running, arguments.steps, arguments.prompt, arguments.output)
+        seconds = measure(
+            num_waiting,
+            arguments.running,
+            arguments.steps,
+            arguments.prompt,
+            arguments.output,
+            arguments.policy,
+            clock,
+        )
         p10, *_, p90 = quantiles(seconds, n=10)
         print(f"{num_waiting:>8} {p10 * 1e3:>8.3f} {median(seconds) * 1e3:>8.3f} {p90 * 1e3:>8.3f}")
 
