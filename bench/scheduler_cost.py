@@ -3,8 +3,8 @@
     python -m bench.scheduler_cost --waiting 10 1000 10000 100000
 
 256 sequences decode, requests end and others take their seats (`--output` tokens each), 8192 blocks of 16. The runner
-answers at once; its time does not count. `--clock cpu` is the time that this process had a core: on a busy machine it is
-nearer to what an idle one shows.
+answers at once; its time does not count. `--clock cpu` is the time that this process had a core: on a busy machine it
+is nearer to what an idle one shows.
 """
 
 import argparse
