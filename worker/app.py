@@ -61,6 +61,8 @@ class Worker:
         on_step = self._log_step if config.step_log else None
         self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
         self._gate = AdmissionGate(admission, self.engine.clock)
+        self.share = 0.0  # of every limit of the deployment, which this worker enforces
+        self.num_shares = 0  # how often that was renewed
 
     def stop(self) -> None:
         """Drains, then ends `run`."""
@@ -127,9 +129,11 @@ class Worker:
         """Limits are of the deployment: this worker enforces its part of all lanes' partitions."""
         owned = sum(lane.num_owned for lane in lanes.values())
         partitions = sum(lane.num_partitions for lane in lanes.values())
-        self._gate.share(owned / partitions)
+        self.share = owned / partitions
+        self.num_shares += 1
+        self._gate.share(self.share)
         self.engine.wake()  # tenants at their seat limit may have more now
-        log.info("worker.share", owned=owned, partitions=partitions, share=round(owned / partitions, 4))
+        log.info("worker.share", owned=owned, partitions=partitions, share=round(self.share, 4))
 
     async def _announce(self, lanes: dict[str, KafkaLane]) -> None:
         for lane in lanes.values():
