@@ -11,6 +11,7 @@ from schemas.headers import ReplyAddress
 from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, InputRef
 from schemas.topics import Tier
+from tests.engine.builders import make_request
 from tests.worker.world import LANE, World, turns, until
 from worker.config import Tenant
 from worker.engine.step_model import StepCost, StepModel
@@ -109,6 +110,32 @@ async def test_a_full_queue_refuses_as_overloaded():
     end = world.answer("c").end
     assert (end.attempt, end.error.code, end.error.retry_after_ms) == (-1, ErrorCode.OVERLOADED, 3)
     assert [world.answer(name).end.finish_reason for name in ("a", "b", "later")] == [FinishReason.LENGTH] * 3
+
+
+async def test_a_prompt_that_has_a_seat_is_not_in_the_queue():
+    """While one runs, twelve more tokens may wait: two prompts of five, and not a third."""
+    world = World(max_num_seqs=1, tiers=tiers(max_queued_tokens=12))
+    world.publish("runs", max_tokens=200)
+    async with world.worker() as server:
+        world.deliver(server)
+        await until(lambda: len(world.broker.topics["replies.runs"][0]) > 2)
+        for name in "abc":
+            world.publish(name)
+        await world.serve(server)
+        assert holds_nothing(server)
+    ends = [world.answer(name).end for name in ("runs", *"abc")]
+    assert [end.error and end.error.code for end in ends] == [None, None, None, ErrorCode.OVERLOADED]
+
+
+async def test_who_ends_in_its_first_step_had_a_seat():
+    """A request of one token takes its seat and ends in one step: its stream knows of both."""
+    world = World()
+    seats = []
+    async with world.worker() as server:
+        stream = server.engine.add(make_request(max_tokens=1), lambda: seats.append("seat"))
+        await until(lambda: stream.finished)
+        assert stream.admitted_at == 0.0
+    assert seats == ["seat"]
 
 
 async def test_a_ttft_target_bounds_the_queue_by_the_measured_throughput():
@@ -264,6 +291,18 @@ async def test_a_lost_partition_takes_the_delayed_with_it():
         server.drop_lost("standard")
         assert len(server.admission.quotas) == 0
         server.gate.share(0.5)
+        await until(lambda: not server.num_calls)
+        assert holds_nothing(server)
+
+
+async def test_a_partition_that_is_lost_at_once_leaves_nothing():
+    """Its records were delivered, and had not had a turn yet."""
+    world = World()
+    world.publish("a")
+    async with world.worker() as server:
+        world.deliver(server)
+        world.source.lose()
+        server.drop_lost("standard")
         await until(lambda: not server.num_calls)
         assert holds_nothing(server)
 

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from schemas.topics import Tier
 from tests.engine.builders import make_request
+from worker.cli import command
 from worker.config import Tenant, WorkerConfig
 from worker.engine.admission import Refuse, TierLimits
 from worker.engine.policies import CompositeQueue
@@ -69,6 +71,22 @@ def test_what_cannot_be_meant_is_an_error_that_names_it(tmp_path: Path, text: st
     with pytest.raises(ValidationError) as error:
         load(tmp_path, text)
     assert words in str(error.value)
+
+
+def test_the_command_line_says_which_table_is_wrong(tmp_path: Path):
+    """In a sentence, with the table and the key."""
+    path = tmp_path / "worker.toml"
+    path.write_text('model = "tiny"\n[tenants.acme]\nmax_runing = 3')
+    result = CliRunner().invoke(command, ["--config", str(path)])
+    assert result.exit_code == 2
+    assert "[tenants.acme] max_runing: there is no such setting" in result.output
+
+
+def test_the_help_tells_of_tiers_and_tenants():
+    """They have no flags, so it names the tables and the file that shows them."""
+    words = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "200"}).output.split())
+    for word in ("[tiers.NAME]", "[tenants.NAME]", "[default_tenant]", "worker.example.toml", "--quota-burst-seconds"):
+        assert word in words
 
 
 @pytest.mark.parametrize(
