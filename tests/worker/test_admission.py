@@ -468,7 +468,7 @@ async def test_an_invalid_request_for_one_record_is_told_again_when_the_send_fai
     assert end.error.code == ErrorCode.MODEL_NOT_FOUND
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(20))
 async def test_nothing_is_held_after_any_way_to_end(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Answered, refused, cancelled, expired, failed, fenced, lost, drained, in any mix: quotas and queues are empty,
     every record is done at the end, and every answer is whole or says why not."""
@@ -527,7 +527,7 @@ async def test_nothing_is_held_after_any_way_to_end(seed: int, monkeypatch: pyte
         async with asyncio.timeout(60):
             while server.num_calls:
                 await turns(20)
-                world.clock.move_to(world.clock.now() + 0.05)
+                world.clock.move_to(world.clock.now() + 0.2)
         await until(lambda: holds_nothing(server))
     assert world.source.tracker.position == len(names)
     for name in names:
