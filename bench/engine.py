@@ -55,9 +55,9 @@ async def _run(workload: Workload, on_tokens: Callable[[int], None], observe: Ca
     config = WorkerConfig(
         model=workload.model, max_num_seqs=workload.max_num_seqs, num_threads=workload.num_threads, log_level="warning"
     )
-    facts, runner, scheduler, step_model = build(config)
+    facts, runner, scheduler, step_model, admission = build(config)
     counting = CountingRunner(observe(runner))
-    engine = Worker(config, facts, counting, scheduler, step_model).engine  # configured as a worker's is
+    engine = Worker(config, facts, counting, scheduler, step_model, admission).engine  # configured as a worker's is
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(engine.run())
         await _ask(engine, facts, "warm-up", WARM_UP, lambda _: None)

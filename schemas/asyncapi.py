@@ -14,7 +14,6 @@ from pydantic.json_schema import GenerateJsonSchema
 from schemas.codec import ContentType
 from schemas.headers import (
     CORRELATION_ID_NAMES,
-    MAX_TENANT_CHARS,
     REPLY_PARTITION_NAMES,
     REPLY_TO_NAMES,
 )
@@ -26,6 +25,7 @@ from schemas.topics import (
     DEFAULT_REPLY_PREFIX,
     LANES,
     MAX_PRIORITY,
+    MAX_TENANT_CHARS,
     REPLY_TOPIC_CONFIG,
     USAGE_TOPIC,
     control_topic,

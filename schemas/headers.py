@@ -12,7 +12,13 @@ from schemas.codec import ContentType
 from schemas.errors import RequestError, Unanswerable
 from schemas.reasons import ErrorCode
 from schemas.records import InputRef
-from schemas.topics import DEFAULT_REPLY_PREFIX, DEFAULT_REPLY_TOPIC, MAX_PRIORITY, is_valid_topic
+from schemas.topics import (
+    DEFAULT_REPLY_PREFIX,
+    DEFAULT_REPLY_TOPIC,
+    MAX_PRIORITY,
+    MAX_TENANT_CHARS,
+    is_valid_topic,
+)
 
 HeaderPairs = Sequence[tuple[str, bytes]]
 
@@ -22,7 +28,6 @@ REPLY_TO_NAMES = ("reply_to", "kafka_replyTopic", "REPLY_TOPIC")
 REPLY_PARTITION_NAMES = ("reply_partition", "kafka_replyPartition", "REPLY_PARTITION")
 
 MAX_CORRELATION_ID_BYTES = 256
-MAX_TENANT_CHARS = 64
 DEFAULT_TENANT = "default"
 
 _PER_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,200}")
@@ -96,13 +101,16 @@ def read_reply_address(
     )
 
 
-def read_request_headers(headers: HeaderPairs) -> RequestHeaders:
-    """The request's other headers. Raises RequestError that names the header and says what is allowed."""
+def read_request_headers(headers: HeaderPairs, *, lane_tenant: str | None = None) -> RequestHeaders:
+    """The request's other headers. Raises RequestError that names the header and says what is allowed.
+
+    lane_tenant: the one whose lane it is; then the header `tenant` is ignored, whatever is in it.
+    """
     last = _last(headers)
     for name in ("accept", "content-type"):
         if name in last and _content_type(last, name) is None:
             raise _invalid(name, " or ".join(ContentType))
-    tenant = _text(last.get("tenant", DEFAULT_TENANT.encode()))
+    tenant = lane_tenant or _text(last.get("tenant", DEFAULT_TENANT.encode()))
     if tenant is None or not 1 <= len(tenant) <= MAX_TENANT_CHARS:
         raise _invalid("tenant", f"1 to {MAX_TENANT_CHARS} characters of UTF-8")
     priority = _integer(last, "priority", MAX_PRIORITY, f"an integer from 0 to {MAX_PRIORITY}; larger is more urgent")

@@ -156,7 +156,9 @@ class ErrorInfo:
 
     code: Annotated[StrictStr, Field(examples=[code.value for code in ErrorCode])]
     message: StrictStr
-    retry_after_ms: Annotated[StrictInt | None, Field(description="with code overloaded")] = None
+    retry_after_ms: Annotated[
+        StrictInt | None, Field(description="with codes overloaded and quota_exceeded, if known")
+    ] = None
 
     def to_fields(self) -> dict[str, object]:
         fields: dict[str, object] = {"code": self.code, "message": self.message}

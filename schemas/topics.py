@@ -12,6 +12,7 @@ USAGE_TOPIC = "usage"
 CANCEL_TTL_MS = 600_000  # how long a cancel that arrives before its request is kept
 
 MIN_PRIORITY, MAX_PRIORITY = 0, 9  # larger is more urgent
+MAX_TENANT_CHARS = 64
 
 # A stock topic preallocates 10 MiB of index per partition and map; a reply log holds a few hundred records.
 REPLY_TOPIC_CONFIG: dict[str, str] = {
@@ -64,6 +65,11 @@ class Tier:
     tpot_ms: float | None = None  # target: time per output token
     may_preempt: bool = True  # whether its waiting requests displace running ones of lower classes
     max_preemptions: int = 3  # how often one of its requests may be displaced; then it is pinned
+    weight: float = 1.0  # of its requests in fair queueing, times the tenant's
+    tenant: str | None = None  # the lane is this tenant's: the header `tenant` is ignored
+    max_queued_tokens: int | None = None  # that may wait, in the deployment; None: what ttft_ms allows, if it is set
+    refuse_unreachable: bool = False  # whether a deadline that cannot be met is refused at once
+    max_quota_delay_ms: float = 60_000.0  # how long a request without a deadline may wait for its tenant's quota
 
     def __post_init__(self) -> None:
         if not is_valid_topic(self.name) or self.name in _RESERVED_LANES:
@@ -72,6 +78,12 @@ class Tier:
             raise ValueError(f"tier {self.name!r} needs 0 <= default_priority <= priority_cap <= 9")
         if self.flush_ms < 0 or self.default_max_tokens < 1:
             raise ValueError(f"tier {self.name!r} needs flush_ms >= 0 and default_max_tokens >= 1")
+        if not (self.weight > 0 and self.max_quota_delay_ms >= 0):
+            raise ValueError(f"tier {self.name!r} needs weight > 0 and max_quota_delay_ms >= 0")
+        if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
+            raise ValueError(f"tier {self.name!r} needs max_queued_tokens >= 1")
+        if self.tenant is not None and not 1 <= len(self.tenant) <= MAX_TENANT_CHARS:
+            raise ValueError(f"tier {self.name!r} needs a tenant of 1 to {MAX_TENANT_CHARS} characters")
 
     def priority(self, header: int | None) -> int:
         """The effective priority of a request whose `priority` header is `header` (None: it has none)."""

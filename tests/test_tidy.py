@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "worker.model": ("worker.engine", "kernels"),
     "worker.transport": ("schemas", "worker.engine"),
     "worker.loop": ("schemas", "worker.engine"),
+    "worker.admission_gate": ("schemas", "worker.engine"),
+    "worker.levels": ("schemas", "worker.engine", "worker.config"),
     "worker.prepare": ("schemas", "worker.engine"),
     "worker.reply_progress": ("schemas", "worker.engine"),
     "worker.cancels": (),

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from functools import partial
 
 import structlog
 
 from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_TIERS
+from worker.admission_gate import AdmissionGate
 from worker.config import WorkerConfig
+from worker.engine.admission import Admission
 from worker.engine.outputs import StepRecord
 from worker.engine.protocols import Runner
 from worker.engine.scheduler import Scheduler
@@ -47,7 +50,8 @@ class Worker:
         model: ModelFacts,
         runner: Runner,
         scheduler: Scheduler,
-        step_model: StepModel | None = None,
+        step_model: StepModel,
+        admission: Admission,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -56,6 +60,9 @@ class Worker:
         self._stop = asyncio.Event()
         on_step = self._log_step if config.step_log else None
         self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
+        self._gate = AdmissionGate(admission, self.engine.clock)
+        self.share = 0.0  # of every limit of the deployment, which this worker enforces
+        self.num_shares = 0  # how often that was renewed
 
     def stop(self) -> None:
         """Drains, then ends `run`."""
@@ -66,16 +73,22 @@ class Worker:
         config = self._config
         async with AsyncExitStack() as stack:
             connections = await stack.enter_async_context(_connections(config))
-            await _check_topics(config, connections)
+            num_partitions = await _check_topics(config, connections)
             replies = KafkaReplies(connections, config.max_record_bytes)
             stack.push_async_callback(replies.close)
             async with asyncio.TaskGroup() as tasks:
-                await self._serve(connections, replies, tasks)
+                await self._serve(connections, num_partitions, replies, tasks)
 
-    async def _serve(self, connections: KafkaConnections, replies: KafkaReplies, tasks: asyncio.TaskGroup) -> None:
+    async def _serve(
+        self,
+        connections: KafkaConnections,
+        num_partitions: dict[str, int],
+        replies: KafkaReplies,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         config = self._config
         lanes: dict[str, KafkaLane] = {}
-        server = RequestServer(self._server_config(), self._model, self.engine, replies, lanes, tasks)
+        server = RequestServer(self._server_config(), self._model, self.engine, self._gate, replies, lanes, tasks)
         for tier, topic in config.lanes.items():
             lanes[tier] = KafkaLane(
                 tier,
@@ -83,7 +96,10 @@ class Worker:
                 connections.lane_consumer(f"{config.group_prefix}{topic}", f"carousel-worker-{config.worker}-{tier}"),
                 deliver=server.deliver,
                 lost=server.drop_lost,
+                shared=partial(self._renew_share, lanes),
                 committed=connections.committed,
+                partitions_of=connections.partitions_of,
+                num_partitions=num_partitions[topic],
                 max_outstanding=config.max_outstanding,
                 max_outstanding_bytes=config.max_outstanding_bytes,
                 commit_interval=config.commit_interval,
@@ -109,6 +125,16 @@ class Worker:
         self.engine.stop()
         log.info("worker.stopped", handed_over=left)
 
+    def _renew_share(self, lanes: dict[str, KafkaLane]) -> None:
+        """Limits are of the deployment: this worker enforces its part of all lanes' partitions."""
+        owned = sum(lane.num_owned for lane in lanes.values())
+        partitions = sum(lane.num_partitions for lane in lanes.values())
+        self.share = owned / partitions
+        self.num_shares += 1
+        self._gate.share(self.share)
+        self.engine.wake()  # tenants at their seat limit may have more now
+        log.info("worker.share", owned=owned, partitions=partitions, share=round(self.share, 4))
+
     async def _announce(self, lanes: dict[str, KafkaLane]) -> None:
         for lane in lanes.values():
             await lane.assigned.wait()
@@ -120,6 +146,7 @@ class Worker:
         return ServerConfig(
             worker=config.worker,
             tiers=config.tiers,
+            tiers_of=config.tiers_of,
             priority_class=config.priority_class,
             reply_prefixes=(config.reply_prefix,),
             forbidden_topics=config.forbidden_topics,
@@ -150,7 +177,8 @@ def _connections(config: WorkerConfig) -> KafkaConnections:
     )
 
 
-async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> None:
+async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> dict[str, int]:
+    """How many partitions each topic has. Raises KafkaUnavailable for those that are missing."""
     needed = [*config.lanes.values(), config.control_topic, config.dlq_topic, config.usage_topic]
     counts = await asyncio.gather(*map(connections.partitions_of, needed))
     missing = [topic for topic, count in zip(needed, counts, strict=True) if not count]
@@ -161,6 +189,7 @@ async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> 
         if list(config.tiers) != list(DEFAULT_TIERS):
             command += "".join(f" --tier {name}" for name in config.tiers)
         raise KafkaUnavailable(f"these topics do not exist: {', '.join(missing)}. Create them with: {command}")
+    return dict(zip(needed, counts, strict=True))
 
 
 async def run_until_signal(worker: Worker) -> None:

@@ -19,6 +19,7 @@ _PANELS = {
     "Model": ("model", "dtype", "num_threads"),
     "Engine": ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "kv_memory_share"),
     "Kafka": tuple(KafkaConnection.model_fields),
+    "Tiers and tenants": ("quota_burst_seconds",),
     "Logs": ("step_log", "log_level", "log_format"),
 }
 
@@ -30,7 +31,8 @@ def worker(**flags: Any) -> None:
     fit in --drain-timeout is resumed by the next owner of its partition, and no caller loses a token.
 
     Every setting can also stand in a TOML file (--config) or in the environment (CAROUSEL_MAX_NUM_SEQS=...). Flags win
-    over the environment, which wins over the file.
+    over the environment, which wins over the file. Tiers and tenants are tables of the file: `[tiers.NAME]`,
+    `[tenants.NAME]`, and `[default_tenant]` for tenants without one. deploy/worker.example.toml shows every key.
 
     Example: carousel topics create && carousel worker --model smollm2 --max-num-seqs 16
     """
@@ -60,9 +62,10 @@ def _fail(message: str) -> None:
 def _sentences(error: ValidationError) -> str:
     lines = []
     for fault in error.errors(include_url=False):
-        name = ".".join(str(part) for part in fault["loc"])
-        flag = f"--{name.replace('_', '-')}: " if name else ""
-        words = {"missing": "is required", "extra_forbidden": "there is no such setting"}
+        *tables, name = (str(part) for part in fault["loc"] or ("",))
+        flag = f"[{'.'.join(tables)}] {name}: " if tables else f"--{name.replace('_', '-')}: " if name else ""
+        no_setting = "there is no such setting"
+        words = {"missing": "is required", "extra_forbidden": no_setting, "unexpected_keyword_argument": no_setting}
         message = words.get(fault["type"], fault["msg"].removeprefix("Value error, "))
         lines.append(flag + message)
     return "; ".join(lines)

@@ -5,6 +5,7 @@ Every setting is declared here, once: its name, type, default and help; `cli.py`
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -17,6 +18,7 @@ from schemas.topics import (
     DEFAULT_REPLY_PREFIX,
     DEFAULT_REPLY_TOPIC,
     DEFAULT_TIERS,
+    MAX_TENANT_CHARS,
     USAGE_TOPIC,
     Tier,
     control_topic,
@@ -27,6 +29,19 @@ from schemas.topics import (
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TenantName = Annotated[str, Field(min_length=1, max_length=MAX_TENANT_CHARS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What a tenant may have. Limits are of the whole deployment, None is no limit; a worker enforces its share."""
+
+    tiers: tuple[str, ...] | None = None  # those that it may use; None: all
+    weight: AboveZero = 1.0  # its part of what is contended, times the tier's weight
+    max_running: Positive | None = None  # seats at once; each choice of a request takes one
+    requests_per_s: AboveZero | None = None
+    tokens_per_s: AboveZero | None = None  # of prompt and answer
 
 
 class WorkerConfig(KafkaSettings):
@@ -36,7 +51,8 @@ class WorkerConfig(KafkaSettings):
 
     config: Path | None = Field(
         None,
-        description=f"TOML file with any of these settings, and a table per tier (tiers.NAME). Also {CONFIG_VARIABLE}.",
+        description="TOML file with any of these settings, and tables for tiers and tenants: see "
+        f"deploy/worker.example.toml. Also {CONFIG_VARIABLE}.",
     )
 
     model: str = Field(
@@ -85,6 +101,11 @@ class WorkerConfig(KafkaSettings):
     usage_topic: str = Field(USAGE_TOPIC, description="One record per finished request, for billing.")
     group_prefix: str = Field("carousel.", description="A lane's consumer group is PREFIX + its topic.")
     tiers: dict[str, Tier] = DEFAULT_TIERS
+    tenants: dict[TenantName, Tenant] = Field(default_factory=dict)
+    default_tenant: Tenant = Field(Tenant(), description="Of each tenant that has no table of its own.")
+    quota_burst_seconds: AboveZero = Field(
+        10.0, description="Seconds' worth of its rates that a tenant may use at once, after a rest."
+    )
 
     worker: str = Field(
         default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}",
@@ -131,6 +152,22 @@ class WorkerConfig(KafkaSettings):
         if not self.tiers:
             raise ValueError("a worker needs at least one tier")
         return self
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        tables = {f"tenants.{name}": tenant for name, tenant in self.tenants.items()}
+        for table, tenant in ({"default_tenant": self.default_tenant} | tables).items():
+            if unknown := [name for name in tenant.tiers or () if name not in self.tiers]:
+                raise ValueError(f"[{table}] names tiers that do not exist: {', '.join(unknown)}")
+        for tier in self.tiers.values():
+            if tier.tenant is not None and tier.name not in self.tiers_of(tier.tenant):
+                raise ValueError(f"[tiers.{tier.name}] is the lane of {tier.tenant!r}, who may not use it")
+        return self
+
+    def tiers_of(self, tenant: str) -> tuple[str, ...]:
+        """The tiers that a tenant may use."""
+        allowed = self.tenants.get(tenant, self.default_tenant).tiers
+        return tuple(self.tiers) if allowed is None else allowed
 
     @property
     def lanes(self) -> dict[str, str]:

@@ -24,12 +24,13 @@ log = structlog.get_logger(__name__)
 
 
 class EventStream:
-    """The engine's events of one request, in order. One reader."""
+    """The engine's events of one request, in order. One reader. `on_seat`: called when it first takes a seat."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, on_seat: Callable[[], None] = lambda: None) -> None:
         self._events: list[EngineEvent] = []
         self._ready = asyncio.Event()
         self._num_open = num_choices
+        self._on_seat = on_seat
         self.admitted_at: float | None = None  # when it first took a seat, on the engine's clock
         self.first_token_at: float | None = None
 
@@ -37,6 +38,11 @@ class EventStream:
     def finished(self) -> bool:
         """All choices have ended; `take` may still hold events."""
         return self._num_open == 0
+
+    def take_seat(self, now: float) -> None:
+        if self.admitted_at is None:
+            self.admitted_at = now
+            self._on_seat()
 
     def push(self, event: EngineEvent) -> None:
         self._events.append(event)
@@ -92,9 +98,9 @@ class EngineLoop:
         """For statistics and integrity checks."""
         return self._scheduler
 
-    def add(self, request: Request) -> EventStream:
+    def add(self, request: Request, on_seat: Callable[[], None] = lambda: None) -> EventStream:
         """Hands a request to the scheduler. A resumed one may find itself complete at once."""
-        stream = self._streams[request.request_id] = EventStream(request.n)
+        stream = self._streams[request.request_id] = EventStream(request.n, on_seat)
         self._dispatch(self._scheduler.add(request))
         self._wake.set()
         return stream
@@ -109,6 +115,10 @@ class EngineLoop:
         if self._streams.pop(request_id, None) is not None:
             self._scheduler.abort(request_id)
             self._wake.set()
+
+    def wake(self) -> None:
+        """Something outside has changed who may run: an idle loop looks again."""
+        self._wake.set()
 
     def stop(self) -> None:
         """Ends `run` after the step in flight. Requests that are still here stay unfinished."""
@@ -128,8 +138,9 @@ class EngineLoop:
                 outcome = await self._execute(plan, step_thread)
                 if self._step_model is not None:
                     self._step_model.observe_plan(plan, self.clock.now() - began)
-                self._dispatch(self._scheduler.apply(outcome, self.clock.now()))
-                self._record()
+                events = self._scheduler.apply(outcome, self.clock.now())
+                self._record()  # first: a stream that ends with this step took its seat before
+                self._dispatch(events)
 
     async def _execute(self, plan: StepPlan, step_thread: ThreadPoolExecutor) -> StepOutcome:
         """Runs a plan, again when it fails: what passes with time is not the callers' business (protocol.md 7).
@@ -160,9 +171,8 @@ class EngineLoop:
         if record is None:
             return
         for request_id in record.admitted:
-            stream = self._streams.get(request_id)
-            if stream is not None and stream.admitted_at is None:
-                stream.admitted_at = record.at
+            if request_id in self._streams:
+                self._streams[request_id].take_seat(record.at)
         if self._on_step is not None:
             self._on_step(record)
 

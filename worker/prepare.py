@@ -1,5 +1,6 @@
 """From a request as it was published to one that the engine can run: everything that needs the model's facts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from schemas.request import PromptRequest
 from schemas.topics import Tier
 from worker.engine.outputs import SamplingParams
 from worker.engine.protocols import Detokenizer
+from worker.engine.request import Request
 
 MAX_TEMPERATURE = 1e6  # uniform in float32; larger ones overflow
 
@@ -49,6 +51,13 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     max_tokens: int
+
+
+def check_tier(tenant: str, tier: str, allowed: Collection[str]) -> None:
+    """Raises RequestError: the caller's mistake, which no waiting heals, so the code is none of quota or load."""
+    if tier not in allowed:
+        others = f"it may use {', '.join(allowed)}" if allowed else "nor any other"
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"tenant {tenant!r} may not use the tier {tier!r}; {others}")
 
 
 def check_fields(request: PromptRequest, model: ModelFacts) -> None:
@@ -97,6 +106,41 @@ def _check_vocabulary(field: str, token_ids: tuple[int, ...], model: ModelFacts)
     if bad is not None:
         message = f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
+
+
+def engine_request(
+    request_id: str,
+    request: PromptRequest,
+    prompt: Prompt,
+    seed: int,
+    model: ModelFacts,
+    *,
+    lane: str,
+    tenant: str,
+    priority: int,
+    priority_class: int,
+    arrival: float,
+    deadline: float | None,
+) -> Request:
+    """What the engine runs, fresh. Times are seconds on the engine's clock."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt.token_ids,
+        sampling=sampling_params(request, seed, model.vocab_size),
+        max_tokens=prompt.max_tokens,
+        eos_token_ids=model.eos_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+        n=request.n,
+        lane=lane,
+        tenant=tenant,
+        priority=priority,
+        priority_class=priority_class,
+        arrival=arrival,
+        deadline=deadline,
+        new_detokenizer=model.tokenizer.new_detokenizer,
+    )
 
 
 def sampling_params(request: PromptRequest, seed: int, vocab_size: int) -> SamplingParams:

@@ -1,34 +1,37 @@
 """Serves request records: from a delivery to its accepted `end`, by the writer rule (protocol.md 5).
 
-One task per record. It decodes and tokenises, begins an attempt, hands the request to the engine (which need not
-wait for the acknowledgement of `begin`), writes what the engine gives, one record at a time, and marks the input done
-when an `end` is accepted. What is decided about the log is decided by `transport.attempt`.
+One task per record. It decodes and tokenises, waits for admission, begins an attempt, hands the request to the engine
+(which need not wait for the acknowledgement of `begin`), writes what the engine gives, one record at a time, and marks
+the input done when an `end` is accepted. What is decided about the log is decided by `transport.attempt`.
 """
 
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import structlog
 
 from schemas.codec import ContentType, decode_map
-from schemas.dead_letters import dead_letter_headers
 from schemas.errors import DecodeError, RequestError, Unanswerable
 from schemas.headers import ReplyAddress, RequestHeaders, read_reply_address, read_request_headers
 from schemas.reasons import ErrorCode, FinishReason
-from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage, UsageRecord, encode_usage
+from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest, parse_request
 from schemas.topics import CANCEL_TTL_MS, Tier
+from worker.admission_gate import AdmissionGate
 from worker.cancels import Cancels
+from worker.engine.admission import Begun, Delay, Refuse
 from worker.engine.request import Request
 from worker.loop import EngineLoop, EventStream
-from worker.prepare import ModelFacts, Prompt, check_fields, sampling_params, tokenise
+from worker.prepare import ModelFacts, Prompt, check_fields, check_tier, engine_request, sampling_params, tokenise
 from worker.reply_progress import ReplyProgress
-from worker.telemetry import RequestSpan
+from worker.side_topics import SideTopics
+from worker.telemetry import RequestSpan, log_finished
 from worker.transport.attempt import Attempt, Verdict
 from worker.transport.protocols import Delivery, RecordTooLarge, ReplySink, ReplyTopicGone, RequestSource
 
@@ -37,7 +40,7 @@ MAX_ERROR_CHARS = 1000
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
-PUBLISH_RETRY_S = 1.0
+LOAD_CODES = (ErrorCode.OVERLOADED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.DEADLINE_UNREACHABLE)  # not for what has begun
 SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
 
 _NO_HEADERS = RequestHeaders(priority=None, deadline_ms=None, content_type=ContentType.MSGPACK)  # until they are read
@@ -59,6 +62,7 @@ class Outcome(Enum):
 class ServerConfig:
     worker: str  # name of this worker in `begin`
     tiers: dict[str, Tier]
+    tiers_of: Callable[[str], Collection[str]]  # those that a tenant may use
     priority_class: Callable[[int], int]  # of an effective priority
     reply_prefixes: tuple[str, ...]
     forbidden_topics: frozenset[str]
@@ -83,9 +87,15 @@ class _Call:
     refusal: RequestError | None = None
     must_begin: bool = False  # an `end` without an attempt did not count: end inside one
     num_attempts: int = 0
+    admitted: Request | None = None  # what admission knows of it, from when it is asked until it is released
     engine_id: str = ""  # of the engine request that runs for it, "" for none
+    num_output: int = 0  # tokens of its answer so far, over all choices
     end: End | None = None  # the accepted one
     ended_by: InputRef | None = None  # the input record whose attempt wrote it, None when no attempt did
+
+    @property
+    def tenant(self) -> str:
+        return self.tier.tenant or self.headers.tenant
 
     @property
     def stream(self) -> bool:
@@ -105,6 +115,7 @@ class RequestServer:
         config: ServerConfig,
         model: ModelFacts,
         engine: EngineLoop,
+        gate: AdmissionGate,
         sink: ReplySink,
         sources: dict[str, RequestSource],
         tasks: asyncio.TaskGroup,
@@ -113,8 +124,10 @@ class RequestServer:
         self._config = config
         self._model = model
         self._engine = engine
+        self._gate = gate
         self._sink = sink
         self._sources = sources
+        self._side = SideTopics(sink, sources, config.dlq_topic, config.usage_topic, model.name, wall_ms)
         self._tasks = tasks
         self._wall_ms = wall_ms
         self._calls: dict[_Call, asyncio.Task[None]] = {}
@@ -122,6 +135,7 @@ class RequestServer:
         self._burials: list[asyncio.Task[None]] = []
         self._cancels = Cancels(CANCEL_TTL_MS / 1000)
         self._num_engine_requests = 0
+        self._num_lost = 0
         self._seeds = random.SystemRandom()
 
     @property
@@ -157,7 +171,8 @@ class RequestServer:
             arrival=self._engine.clock.now() - min(max(0.0, age), MAX_AGE_S),
         )
         self._by_correlation_id.setdefault(address.correlation_id, []).append(call)
-        self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
+        task = self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
+        task.add_done_callback(lambda _: self._forget(call))  # one that is cancelled before it starts runs nothing
 
     def _start_burying(self, delivery: Delivery, reason: str, message: str) -> None:
         task = self._tasks.create_task(self._bury_for_good(delivery, reason, message), name=f"bury {delivery.source}")
@@ -170,16 +185,21 @@ class RequestServer:
         for call in self._by_correlation_id.get(cancel.correlation_id, ()):
             if call.engine_id:
                 self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
+            elif call.admitted is not None:
+                self._gate.wake(call.admitted.request_id)
 
     def drop_lost(self, lane: str) -> None:
         """Partitions of a lane went elsewhere: their new owners go on with what ran here."""
         for call, task in self._calls.items():
             if call.delivery.lane == lane and not self._sources[lane].owns(call.delivery):
+                self._release(call)  # at once: what it holds of its tenant's quota is not in the way of others
                 task.cancel()
 
     async def drain(self, timeout: float) -> int:
         """Waits until everything is answered, at most `timeout` seconds; drops the rest without an `end`, so that
-        the next owner resumes it. Returns how many were dropped."""
+        the next owner resumes it. What waits for its quota is dropped at once. Returns how many were dropped."""
+        self._gate.close()
+        num_lost = self._num_lost
         serving = [*self._calls.values(), *self._burials]
         if serving:
             await asyncio.wait(serving, timeout=timeout)
@@ -187,7 +207,7 @@ class RequestServer:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        return len(left)
+        return len(left) + self._num_lost - num_lost
 
     # One record's service
 
@@ -196,19 +216,25 @@ class RequestServer:
             outcome = await self._outcome(call)
             if outcome is not Outcome.LOST:
                 self._sources[call.delivery.lane].done(call.delivery)
+            self._num_lost += outcome is Outcome.LOST
             self._log(call, outcome)
         except Exception:
             # Nothing more can be tried here. It stays undone, so the partition's next owner tries again.
             log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
-            self._drop_engine_request(call)
-            self._sink.forget(call.address)
-            call.span.finish()
-            del self._calls[call]
-            twins = self._by_correlation_id[call.address.correlation_id]
-            twins.remove(call)
-            if not twins:
-                del self._by_correlation_id[call.address.correlation_id]
+            self._forget(call)
+
+    def _forget(self, call: _Call) -> None:
+        """Its service is over. Again: nothing."""
+        if self._calls.pop(call, None) is None:
+            return
+        self._release(call)
+        self._sink.forget(call.address)
+        call.span.finish()
+        twins = self._by_correlation_id[call.address.correlation_id]
+        twins.remove(call)
+        if not twins:
+            del self._by_correlation_id[call.address.correlation_id]
 
     async def _outcome(self, call: _Call) -> Outcome:
         try:
@@ -219,7 +245,7 @@ class RequestServer:
         except Exception as e:
             # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
             log.exception("request.failed", input=call.delivery.source.to_fields())
-            await self._bury(call.delivery, "internal", repr(e))
+            await self._side.bury(call.delivery, "internal", repr(e))
             code, message = ErrorCode.INTERNAL, "the worker failed at this request; its log says how"
         call.refusal = RequestError(code, message)
         call.must_begin = not call.single_end
@@ -232,23 +258,26 @@ class RequestServer:
     async def _settle(self, call: _Call) -> Outcome:
         """Answers, and does what the answer needs beside it: a DLQ record, a usage record."""
         if isinstance(call.refusal, DecodeError):
-            await self._bury(call.delivery, call.refusal.code, str(call.refusal))
+            await self._side.bury(call.delivery, call.refusal.code, str(call.refusal))
         try:
             outcome = await self._answer(call)
         except ReplyTopicGone:
             outcome = Outcome.UNDELIVERABLE
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
-                await self._bury(call.delivery, "no_reply_topic", "no reply_to, and there is no default reply topic")
+                await self._side.bury(call.delivery, "no_reply_topic", "no reply_to, and no default reply topic")
             return Outcome.DEAD_LETTER
         if outcome is Outcome.ANSWERED:
-            await self._publish_usage(call)
+            assert call.end is not None
+            correlation_id = call.address.correlation_id
+            await self._side.publish_usage(call.delivery, call.end, tenant=call.tenant, correlation_id=correlation_id)
         return outcome
 
     async def _prepare(self, call: _Call) -> None:
         """Decodes, checks and tokenises. What is wrong with the request becomes `call.refusal`."""
         try:
-            call.headers = read_request_headers(call.delivery.headers)
+            call.headers = read_request_headers(call.delivery.headers, lane_tenant=call.tier.tenant)
+            check_tier(call.tenant, call.tier.name, self._config.tiers_of(call.tenant))
             if len(call.delivery.value or b"") > LONG_VALUE_BYTES:
                 await asyncio.to_thread(self._decode, call)
             else:
@@ -272,6 +301,8 @@ class RequestServer:
             call.address = located
             if self._older_twin(call):
                 verdict = Verdict.WAIT
+            elif not await self._enter(call):
+                return Outcome.LOST
             else:
                 call.num_attempts += 1
                 verdict = await self._attempt(call)
@@ -279,11 +310,53 @@ class RequestServer:
                 ours = call.ended_by is None or call.ended_by == call.delivery.source
                 return Outcome.ANSWERED if ours else Outcome.DUPLICATE
             if verdict is Verdict.WAIT:
+                self._release(call)
                 await self._wait_for_twin(call)
                 return Outcome.DUPLICATE
             if not self._sources[call.delivery.lane].owns(call.delivery):
                 return Outcome.LOST
             await asyncio.sleep(AGAIN_S)
+
+    # Admission
+
+    async def _enter(self, call: _Call) -> bool:
+        """Waits for admission, once; a refusal becomes `call.refusal`. False: the worker drains, it stays undone.
+
+        A refusal that did not count, because somebody has begun the request, or the send failed, is decided again.
+        """
+        if call.refusal is not None and call.refusal.code in LOAD_CODES:
+            call.refusal, call.must_begin = None, False
+        elif call.refusal is not None or call.admitted is not None:
+            return True
+        call.admitted = self._new_request(call)
+
+        def is_cancelled() -> bool:
+            return self._cancels.covers(call.address.correlation_id, self._engine.clock.now())
+
+        if is_cancelled():
+            return True
+        decision = await self._gate.enter(call.admitted, partial(self._begun, call), is_cancelled)
+        if isinstance(decision, Refuse):
+            call.admitted = None
+            call.refusal = RequestError(decision.code, decision.message, decision.retry_after_ms)
+        return not isinstance(decision, Delay)
+
+    async def _begun(self, call: _Call) -> Begun:
+        """Whether an earlier attempt has begun it (5.8). Raises ReplyTopicGone."""
+        source = call.delivery.source
+        if call.single_end or not (call.num_attempts or call.delivery.tracker.is_inherited(source.offset)):
+            return Begun.NO
+        if not call.address.per_request:
+            return Begun.PERHAPS  # to know, one would have to read the traffic of all who share the log
+        seen = await self._sink.read(call.address, 0, None)
+        return Begun.NO if seen.attempt is None and not seen.ended else Begun.YES
+
+    def _release(self, call: _Call) -> None:
+        """Gives back what it holds of the engine and of its tenant's quota. Again: nothing."""
+        self._drop_engine_request(call)
+        if call.admitted is not None:
+            self._gate.leave(call.admitted, call.num_output)
+            call.admitted = None
 
     def _older_twin(self, call: _Call) -> bool:
         """Whether an older record of the same request is in service here: then ours would only fence it (5.5)."""
@@ -307,7 +380,7 @@ class RequestServer:
     async def _attempt(self, call: _Call) -> Verdict:
         attempt = Attempt(call.delivery.source, call.address.per_request)
         if call.refusal is not None and not call.must_begin and self._may_end_without_attempt(call):
-            call.must_begin = True
+            call.must_begin = not call.single_end
             return await self._end_without_attempt(call, attempt, self._refusal(call, -1, ReplyProgress(1, False)))
         if call.single_end:
             progress = ReplyProgress(_request(call).n, _request(call).logprobs is not None)
@@ -315,6 +388,7 @@ class RequestServer:
             while not progress.finished:
                 for event in await stream.take():
                     progress.add(event)
+                call.num_output = progress.num_completion_tokens
             return await self._end_without_attempt(call, attempt, self._end(call, -1, stream, progress))
         stream = self._start(call, None) if call.refusal is None else None
         attempt.begins()
@@ -356,6 +430,7 @@ class RequestServer:
         while stream is not None and not progress.finished:
             for event in await stream.take(not_before):
                 progress.add(event)
+            call.num_output = progress.num_completion_tokens
             if not call.stream:
                 continue
             while record := progress.take_record(attempt.number):
@@ -390,35 +465,40 @@ class RequestServer:
 
     # The engine's side
 
-    def _start(self, call: _Call, resumed: ReplyLog | None) -> EventStream:
-        request, prompt = _request(call), call.prompt
-        assert prompt is not None
-        self._drop_engine_request(call)
+    def _new_id(self, call: _Call) -> str:
         self._num_engine_requests += 1
+        return f"{call.address.correlation_id.decode(errors='replace')}#{self._num_engine_requests}"
+
+    def _new_request(self, call: _Call) -> Request:
+        assert call.prompt is not None
         priority = call.tier.priority(call.headers.priority)
-        call.engine_id = f"{call.address.correlation_id.decode(errors='replace')}#{self._num_engine_requests}"
-        accepted = resumed.token_ids if resumed is not None else {}
-        stream = self._engine.add(
-            Request(
-                request_id=call.engine_id,
-                prompt_token_ids=prompt.token_ids,
-                sampling=sampling_params(request, call.seed, self._model.vocab_size),
-                max_tokens=prompt.max_tokens,
-                eos_token_ids=self._model.eos_token_ids,
-                stop_token_ids=request.stop_token_ids,
-                stop=request.stop,
-                ignore_eos=request.ignore_eos,
-                n=request.n,
-                lane=call.delivery.lane,
-                tenant=call.headers.tenant,
-                priority=priority,
-                priority_class=self._config.priority_class(priority),
-                arrival=call.arrival,
-                deadline=self._deadline(call),
-                new_detokenizer=self._model.tokenizer.new_detokenizer,
-                accepted=tuple(tuple(accepted.get(i, ())) for i in range(request.n)) if accepted else (),
-            )
+        return engine_request(
+            self._new_id(call),
+            _request(call),
+            call.prompt,
+            call.seed,
+            self._model,
+            lane=call.delivery.lane,
+            tenant=call.tenant,
+            priority=priority,
+            priority_class=self._config.priority_class(priority),
+            arrival=call.arrival,
+            deadline=self._deadline(call),
         )
+
+    def _start(self, call: _Call, resumed: ReplyLog | None) -> EventStream:
+        """Hands it to the engine, to go on after the tokens of `resumed`, with the seed of the call."""
+        assert call.admitted is not None, "admission has not been asked"
+        admitted, accepted = call.admitted, resumed.token_ids if resumed is not None else {}
+        self._drop_engine_request(call)
+        call.engine_id = self._new_id(call)
+        request = replace(
+            admitted,
+            request_id=call.engine_id,
+            sampling=sampling_params(_request(call), call.seed, self._model.vocab_size),
+            accepted=tuple(tuple(accepted.get(i, ())) for i in range(admitted.n)) if accepted else (),
+        )
+        stream = self._engine.add(request, partial(self._gate.started, admitted.request_id))
         if self._cancels.covers(call.address.correlation_id, self._engine.clock.now()):
             self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
         return stream
@@ -428,6 +508,8 @@ class RequestServer:
         seed = resumed.first_begin.seed if resumed.first_begin is not None else call.seed
         if seed == call.seed and not any(resumed.token_ids.values()):
             return stream
+        if call.num_attempts == 1 and call.admitted is not None:
+            self._gate.waive(call.admitted.request_id)
         call.seed = seed
         return self._start(call, resumed)
 
@@ -481,67 +563,21 @@ class RequestServer:
 
     async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
         try:
-            if await self._bury(delivery, reason, message):
+            if await self._side.bury(delivery, reason, message):
                 self._sources[delivery.lane].done(delivery)
         except Exception:
             log.exception("request.abandoned", input=delivery.source.to_fields())
 
-    async def _bury(self, delivery: Delivery, reason: str, message: str) -> bool:
-        """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""
-        log.warning("request.dead_letter", input=delivery.source.to_fields(), reason=reason, message=message)
-        headers = dead_letter_headers(delivery.headers, delivery.source, reason, message[:MAX_ERROR_CHARS])
-        return await self._publish(delivery, self._config.dlq_topic, delivery.key, delivery.value, headers)
-
-    async def _publish_usage(self, call: _Call) -> None:
-        end = call.end
-        assert end is not None
-        usage, timing = end.usage or Usage(0, 0), end.timing or Timing(0.0, None, 0.0)
-        record = UsageRecord(
-            tenant=call.headers.tenant,
-            lane=call.delivery.lane,
-            model=self._model.name,
-            correlation_id=call.address.correlation_id,
-            input=call.delivery.source,
-            finish_reason=end.finish_reason,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            queued_ms=timing.queued_ms,
-            total_ms=timing.total_ms,
-            at_ms=round(self._wall_ms()),
-        )
-        headers = [("content-type", ContentType.MSGPACK.encode())]
-        key = call.headers.tenant.encode()
-        await self._publish(call.delivery, self._config.usage_topic, key, encode_usage(record), headers)
-
-    async def _publish(
-        self, delivery: Delivery, topic: str, key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]
-    ) -> bool:
-        while not await self._sink.publish(topic, key, value, headers):
-            if not self._sources[delivery.lane].owns(delivery):
-                return False
-            await asyncio.sleep(PUBLISH_RETRY_S)
-        return True
-
     def _log(self, call: _Call, outcome: Outcome) -> None:
-        """The canonical line of a finished request."""
-        end = call.end
-        call.span.record_end(outcome.value, end)
-        log.info(
-            "request.finished",
-            outcome=outcome.value,
+        call.span.record_end(outcome.value, call.end)
+        log_finished(
+            outcome.value,
+            call.end,
             correlation_id=call.address.correlation_id.decode(errors="replace"),
-            tenant=call.headers.tenant,
+            tenant=call.tenant,
             tier=call.delivery.lane,
             input=call.delivery.source.to_fields(),
             attempts=call.num_attempts,
-            finish_reason=end.finish_reason if end else None,
-            error=end.error.code if end and end.error else None,
-            prompt_tokens=end.usage.prompt_tokens if end and end.usage else None,
-            completion_tokens=end.usage.completion_tokens if end and end.usage else None,
-            queued_ms=end.timing.queued_ms if end and end.timing else None,
-            ttft_ms=end.timing.ttft_ms if end and end.timing else None,
-            total_ms=end.timing.total_ms if end and end.timing else None,
             trace_id=call.span.trace_id,
         )
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import structlog
 
-from schemas.topics import MAX_PRIORITY, Tier
 from worker.app import Worker, check_kafka, run_until_signal
 from worker.config import WorkerConfig
+from worker.engine.admission import Admission
 from worker.engine.cost import CostModel
-from worker.engine.policies import PolicyConfig, make_policy
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepBudget, StepModel
-from worker.engine.tiers import TierPolicy
+from worker.levels import make_admission, make_queue, tier_policies
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, load_model
@@ -46,8 +45,8 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel]:
-    """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model)."""
+def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel, Admission]:
+    """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model, admission)."""
     num_threads = config.num_threads or os.cpu_count() or 1
     loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress)
     num_blocks = config.num_blocks or num_blocks_for_ram(
@@ -80,7 +79,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         threads=num_threads,
         swap_gb_per_s=round(config.block_size * loaded.bytes_per_token / max(copy_out, 1e-9) / 1e9, 1),
     )
-    tiers = {name: _tier_policy(tier) for name, tier in config.tiers.items()}
+    queue = make_queue(config, step_model)
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=num_blocks,
@@ -92,9 +91,9 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
             capacity=config.capacity,
             preemption=config.preemption,
             prefix_caching=config.prefix_caching,
-            tiers=tiers,
+            tiers=tier_policies(config),
         ),
-        make_policy(config.policy, tiers, config=PolicyConfig(top_class=config.priority_class(MAX_PRIORITY))),
+        queue,
         CostModel(
             copy_out_seconds_per_block=copy_out,
             copy_in_seconds_per_block=copy_in,
@@ -104,17 +103,12 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         ),
         StepBudget(step_model),
     )
-    return facts, runner, scheduler, step_model
 
+    def load() -> tuple[int, int]:
+        stats = scheduler.stats()
+        return stats.num_running, stats.num_blocks_used * config.block_size
 
-def _tier_policy(tier: Tier) -> TierPolicy:
-    return TierPolicy(
-        name=tier.name,
-        ttft=None if tier.ttft_ms is None else tier.ttft_ms / 1000,
-        tpot=None if tier.tpot_ms is None else tier.tpot_ms / 1000,
-        may_preempt=tier.may_preempt,
-        max_preemptions=tier.max_preemptions,
-    )
+    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
 
 
 def model_facts(loaded: LoadedModel) -> ModelFacts:

@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from schemas.records import End
 
+log = structlog.get_logger(__name__)
 REPEAT_S = 30.0  # a library's line is logged once in this time: a broker that is gone makes aiokafka log without end
 _TRACER = "carousel.worker"
 
@@ -61,6 +62,22 @@ class RequestSpan:
 
     def finish(self) -> None:
         self._span.end()
+
+
+def log_finished(outcome: str, end: End | None, **request: object) -> None:
+    """The canonical line of a finished request; `request`: what tells it from others."""
+    log.info(
+        "request.finished",
+        outcome=outcome,
+        **request,
+        finish_reason=end.finish_reason if end else None,
+        error=end.error.code if end and end.error else None,
+        prompt_tokens=end.usage.prompt_tokens if end and end.usage else None,
+        completion_tokens=end.usage.completion_tokens if end and end.usage else None,
+        queued_ms=end.timing.queued_ms if end and end.timing else None,
+        ttft_ms=end.timing.ttft_ms if end and end.timing else None,
+        total_ms=end.timing.total_ms if end and end.timing else None,
+    )
 
 
 class _HeaderGetter(Getter[Sequence[tuple[str, bytes]]]):

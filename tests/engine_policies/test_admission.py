@@ -7,7 +7,7 @@ import pytest
 
 from schemas.reasons import ErrorCode
 from tests.engine.builders import make_request
-from worker.engine.admission import Admission, Admit, Delay, Refuse, TierLimits, reserved_tokens
+from worker.engine.admission import Admission, Admit, Begun, Delay, Refuse, TierLimits, reserved_tokens
 from worker.engine.predictor import LengthPredictor
 from worker.engine.quota import Quotas
 from worker.engine.step_model import StepCost, StepModel
@@ -145,6 +145,58 @@ def test_a_request_with_accepted_tokens_is_always_admitted():
         assert admission.decide(resumed, 5.0) == Admit()
     nothing_accepted = make_request("none", tenant="t", prompt=500, lane="batch", accepted=((),))
     assert isinstance(admission.decide(nothing_accepted, 5.0), Refuse)
+
+
+def test_what_was_begun_is_admitted_without_quota():
+    """Also without tokens, and also after it was delayed: what it had reserved is given back."""
+    admission = make_admission(requests_per_s=0.001)
+    admission.decide(make_request("first", tenant="t"), 0.0)
+    begun = make_request("b", tenant="t", prompt=500, lane="batch", deadline=5000.0)
+    assert isinstance(admission.decide(begun, 0.0), Delay)
+    assert admission.decide(begun, 0.0, Begun.YES) == Admit()
+    assert len(admission.quotas) == 1
+
+
+def test_what_may_have_been_begun_waits_and_is_not_refused():
+    """No load, no deadline and no length of the delay speaks against it; its quota does."""
+    admission = make_admission(requests_per_s=0.001)
+    admission.decide(make_request("first", tenant="t", prompt=500, lane="batch"), 0.0)
+    perhaps = make_request("p", tenant="t", prompt=500, lane="batch")
+    assert isinstance(admission.decide(perhaps, 0.0), Refuse)
+    assert admission.decide(perhaps, 0.0, Begun.PERHAPS) == Delay(1000.0)
+    assert admission.decide(perhaps, 1000.0, Begun.PERHAPS) == Admit()
+    late = make_request("l", lane="strict", deadline=1.0)
+    assert isinstance(admission.decide(late, 2.0), Refuse)
+    assert admission.decide(late, 2.0, Begun.PERHAPS) == Admit()
+
+
+def test_a_deadline_that_has_passed_is_not_blamed_on_the_quota():
+    """Where the tier does not refuse it, it is admitted, to end without a seat; one that would wait is refused."""
+    admission = make_admission(requests_per_s=1.0)
+    assert admission.decide(make_request("a", tenant="t", deadline=1.0), 2.0) == Admit()
+    assert admission.decide(make_request("b", tenant="t", deadline=1.0), 2.0).code == ErrorCode.QUOTA_EXCEEDED
+
+
+def test_a_share_scales_configured_queues_and_not_measured_ones():
+    """A bound in tokens is of the deployment; a TTFT target is this worker's to keep, at its own speed."""
+    admission = make_admission()
+    admission.share(0.5, 0.0)
+    admission.decide(make_request("a", prompt=200, lane="batch"), 0.0)
+    assert admission.decide(make_request("b", prompt=50, lane="batch"), 0.0) == Admit()
+    assert isinstance(admission.decide(make_request("c", prompt=1, lane="batch"), 0.0), Refuse)
+    admission.decide(make_request("d", prompt=1000), 0.0)
+    assert admission.decide(make_request("e", prompt=1000), 0.0) == Admit()
+
+
+def test_answers_teach_the_predictor():
+    """A tenant whose answers were short has short ones predicted; per choice."""
+    predictor = LengthPredictor(initial=1000.0)
+    admission = make_admission(predictor=predictor)
+    for i in range(100):
+        request = make_request(f"r{i}", tenant="brief", n=2)
+        admission.decide(request, 0.0)
+        admission.ended(request, 10, 0.0)
+    assert predictor.remaining("brief", 0, 2000) == pytest.approx(5.0, abs=0.5)
 
 
 def test_what_a_delayed_request_reserved_is_given_back_when_it_is_refused():

@@ -140,6 +140,52 @@ def test_a_share_reaches_buckets_old_and_new():
     assert quotas.ready_at("new", 5, 0.0) == 1.0
 
 
+def test_a_share_moves_what_is_reserved_and_not_covered():
+    """Ten wait at one a second. With half of the rate they wait twice as long, with all of it again as they did; one
+    that is covered stays; and no order changes."""
+    quotas = Quotas({"t": TenantPolicy(name="t", requests_per_s=1.0)}, burst_seconds=1.0)
+    times = [quotas.reserve(f"r{i}", "t", 1, 0.0) for i in range(11)]
+    assert times == [float(i) for i in range(11)]
+    quotas.share(0.5, 0.0)
+    assert [quotas.reserved_until(f"r{i}") for i in range(11)] == [2.0 * i for i in range(11)]
+    quotas.share(0.0, 0.0)
+    assert quotas.reserved_until("r1") == float("inf")
+    quotas.share(1.0, 0.0)
+    assert [quotas.reserved_until(f"r{i}") for i in range(11)] == times
+    assert quotas.ready_at("t", 1, 0.0) == 11.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shares_that_change_add_up_to_the_deployments_rate(seed: int):
+    """Two workers, requests wait at both, shares change: up to any time no more start than burst + rate * time, and a
+    burst for every change (what a worker holds grows with its share)."""
+    rng = random.Random(seed)
+    policies = {"t": TenantPolicy(name="t", requests_per_s=8.0)}
+    workers = [Quotas(policies, burst_seconds=1.0) for _ in range(2)]
+    waiting: list[dict[str, float]] = [{}, {}]
+    now, num_started, num_changes = 0.0, 0, 0
+    for quotas in workers:
+        quotas.share(0.5, now)
+    for i in range(2000):
+        now += rng.choice([0.0, 0.0, 1 / 16])
+        if rng.random() < 0.02:
+            share = rng.choice([0.0, 0.25, 0.5, 1.0])
+            for quotas, part in zip(workers, (share, 1 - share), strict=True):
+                quotas.share(part, now)
+            num_changes += 1
+        which = rng.randrange(2)
+        if len(waiting[which]) < 20:
+            workers[which].reserve(f"r{i}", "t", 1, now)
+            waiting[which][f"r{i}"] = now
+        for quotas, own in zip(workers, waiting, strict=True):
+            for name in [name for name in own if quotas.reserved_until(name) <= now]:
+                quotas.settle(name, 1, now)
+                del own[name]
+                num_started += 1
+        assert num_started <= 8 * (1 + num_changes) + 8 * now + 2
+    assert num_started > 4 * now, "hardly any start: this shows nothing"
+
+
 def test_tenants_without_limits_are_never_delayed():
     """No rate: ready at once, whatever was reserved; and the reservation ends like any other."""
     quotas = Quotas({})

@@ -23,6 +23,13 @@ def test_commits_only_the_contiguous_prefix():
     assert tracker.metadata == ""
 
 
+def test_inherited_is_what_was_there_before():
+    """Records below the end of the log when the ownership began may have been begun by an earlier owner."""
+    tracker = OffsetTracker(3, log_end=5)
+    assert [tracker.is_inherited(offset) for offset in (3, 4, 5, 6)] == [True, True, False, False]
+    assert not OffsetTracker(3).is_inherited(3)
+
+
 def test_offset_zero_is_an_offset():
     """A partition that begins at 0 commits 0 until its first record is done (aiokafka#1008)."""
     tracker = OffsetTracker(0)

@@ -2,15 +2,20 @@
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from schemas.records import ReplyRecord, decode_reply
 from schemas.reply_log import ReplyLog
-from schemas.topics import DEFAULT_TIERS
+from worker.admission_gate import AdmissionGate
+from worker.config import WorkerConfig
 from worker.engine.fakes import ByteDetokenizer, FakeRunner
 from worker.engine.outputs import StepOutcome, StepPlan, StepRecord
 from worker.engine.scheduler import Scheduler, SchedulerConfig
+from worker.engine.step_model import StepModel
+from worker.levels import make_admission, make_queue, tier_policies
 from worker.loop import EngineLoop
 from worker.prepare import ModelFacts
 from worker.server import RequestServer, ServerConfig
@@ -34,14 +39,51 @@ class Bytes:
         return ByteDetokenizer()
 
 
+async def until(condition: Callable[[], bool], timeout: float = 10) -> None:
+    """Lets everybody run until it holds."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(number: int) -> None:
+    """Lets everybody run so many turns of the event loop."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+class Alarm:
+    """A call that waits for its time."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def cancel(self) -> None:
+        self.function = lambda: None
+
+
 class WallClock:
     """Milliseconds since the broker's epoch, and seconds for the engine, moved by hand."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._alarms: list[tuple[float, int, Alarm]] = []
+        self._numbers = itertools.count()
 
     def now(self) -> float:
         return self.seconds
+
+    def call_at(self, at: float, function: Callable[[], None]) -> Alarm:
+        alarm = Alarm(function)
+        heapq.heappush(self._alarms, (at, next(self._numbers), alarm))
+        return alarm
+
+    def move_to(self, seconds: float) -> None:
+        """Makes the calls that are due by then, each at its time."""
+        while self._alarms and self._alarms[0][0] <= seconds:
+            self.seconds, _, alarm = heapq.heappop(self._alarms)
+            alarm.function()
+        self.seconds = seconds
 
 
 class StepRunner(FakeRunner):
@@ -64,18 +106,27 @@ class World:
     """One lane, its broker, and workers that come and go.
 
     `publish` puts a request on the lane, `worker()` runs a worker, `answer` reads a reply log by the reader rule.
+
+    Args:
+        step_model: how long steps take, for admission (default: one that has seen none).
+        settings: of WorkerConfig, for tiers and tenants.
     """
 
-    def __init__(self, *, max_num_seqs: int = 8, num_blocks: int = 512) -> None:
+    def __init__(
+        self, *, max_num_seqs: int = 8, num_blocks: int = 512, step_model: StepModel | None = None, **settings: object
+    ) -> None:
         self.broker = MemoryBroker()
         for topic in (LANE, "prompts.dlq", "usage"):
             self.broker.create(topic)
+        self.step_model = step_model or StepModel()
+        self.settings = WorkerConfig(model="tiny", max_num_batched_tokens=64, **settings)
         self.config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=4,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             max_model_len=256,
+            tiers=tier_policies(self.settings),
         )
         self.clock = WallClock()
         self.steps: list[StepRecord] = []
@@ -101,16 +152,20 @@ class World:
     @contextlib.asynccontextmanager
     async def worker(self, name: str = "w1"):
         """A worker that serves until the block is left; then it dies without a word."""
-        engine_config = self.config
+        engine_config, settings = self.config, self.settings
         runner = StepRunner(engine_config, VOCAB)
-        engine = EngineLoop(Scheduler(engine_config), runner, self.clock, self.steps.append)
+        queue = make_queue(settings, self.step_model)
+        engine = EngineLoop(Scheduler(engine_config, queue), runner, self.clock, self.steps.append)
+        admission = make_admission(settings, self.step_model, queue, lambda: (0, 0))
+        gate = AdmissionGate(admission, self.clock, self.clock.call_at)
         async with contextlib.AsyncExitStack() as stack:
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
             server = RequestServer(
                 ServerConfig(
                     worker=name,
-                    tiers=DEFAULT_TIERS,
-                    priority_class=lambda priority: (priority > 3) + (priority > 6),
+                    tiers=settings.tiers,
+                    tiers_of=settings.tiers_of,
+                    priority_class=settings.priority_class,
                     reply_prefixes=("replies.",),
                     forbidden_topics=frozenset([LANE, "prompts.dlq", "usage"]),
                     default_reply_topic="replies.default",
@@ -119,6 +174,7 @@ class World:
                 ),
                 ModelFacts("fake", VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
                 engine,
+                gate,
                 MemorySink(self.broker),
                 {"standard": self.source},
                 tasks,
@@ -127,6 +183,7 @@ class World:
             running = tasks.create_task(engine.run())
             server.runner = runner  # for tests that break it
             server.engine = engine
+            server.gate, server.admission = gate, admission
             try:
                 yield server
             finally:
@@ -134,13 +191,15 @@ class World:
                 engine.stop()
                 await running
 
-    async def serve(self, server: RequestServer, timeout: float = 10) -> None:
-        """Delivers what was published and waits until nothing is in service."""
+    def deliver(self, server: RequestServer) -> None:
+        """Delivers what was published."""
         for delivery in self.source.deliveries():
             server.deliver(delivery)
-        async with asyncio.timeout(timeout):
-            while server.num_calls:
-                await asyncio.sleep(0)
+
+    async def serve(self, server: RequestServer, timeout: float = 10) -> None:
+        """Delivers what was published and waits until nothing is in service."""
+        self.deliver(server)
+        await until(lambda: not server.num_calls, timeout)
 
     def records(self, topic: str) -> Iterator[tuple[int, ReplyRecord]]:
         for offset, record in enumerate(self.broker.topics[topic][0]):

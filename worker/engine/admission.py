@@ -1,12 +1,13 @@
 """Whether a request is taken in: now, later (its tenant's quota), or not at all.
 
-Callers are not trusted, so limits are kept here, by the worker. A request that has accepted tokens is never refused and
-never delayed: it was admitted once, by an earlier attempt, which also paid its quota. Nothing here changes a request;
-its deadline, above all, stays what it was.
+Callers are not trusted, so limits are kept here, by the worker. A request that was begun is never refused and never
+delayed: it was admitted once, by an earlier attempt, which also paid its quota. Nothing here changes a request; its
+deadline, above all, stays what it was.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil, floor
 
 from schemas.reasons import ErrorCode
@@ -23,9 +24,8 @@ NEVER = float("inf")
 class TierLimits:
     """What admission keeps for a tier. Times are seconds. Raises ValueError for a bound that lets nothing in."""
 
-    max_queued_tokens: int | None = (
-        None  # prompt tokens that may wait; None: what the TTFT target allows, if there is one
-    )
+    # Prompt tokens that may wait, in the whole deployment; None: what the TTFT target allows, if there is one.
+    max_queued_tokens: int | None = None
     refuse_unreachable: bool = False  # refuse at once when the deadline cannot be met
     max_delay: float = 60.0  # how long a request without a deadline waits for its tenant's quota
 
@@ -60,6 +60,14 @@ class Refuse:
 Decision = Admit | Delay | Refuse
 
 
+class Begun(Enum):
+    """Whether an earlier attempt has begun a request."""
+
+    NO = "no"
+    PERHAPS = "perhaps"  # nobody can tell: it waits for its quota, however long that takes, and is never refused
+    YES = "yes"  # it goes on, whatever the load
+
+
 @dataclass(slots=True)
 class _Queue:
     """What waits of one tier: prompt tokens in all, and by whole second of deadline."""
@@ -79,7 +87,8 @@ class Admission:
     """Decides for each new request. One loop drives it; every operation is O(1), but for deadlines O(seconds ahead).
 
     `chunk`: tokens of a full step (the token budget). `load`: what a step decodes now, as (decodes, context tokens).
-    Without a fitted model nothing is unreachable, and a TTFT target bounds no queue.
+    `share_seats`: told of this worker's share, for the limits that others keep (`PolicyQueue.share`). Without a fitted
+    model nothing is unreachable, and a TTFT target bounds no queue.
     """
 
     def __init__(
@@ -92,6 +101,7 @@ class Admission:
         chunk: int,
         predictor: LengthPredictor | None = None,
         load: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        share_seats: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         assert chunk >= 1, "a step has at least one token"
         self.quotas = quotas
@@ -101,6 +111,8 @@ class Admission:
         self._chunk = chunk
         self._predictor = predictor
         self._load = load
+        self._share_seats = share_seats
+        self._fraction = 1.0
         self._queues: dict[str, _Queue] = {}
         self._queued: dict[str, _Queued] = {}  # admitted and not yet started, by request id
 
@@ -109,16 +121,32 @@ class Admission:
         queue = self._queues.get(lane)
         return queue.num_tokens if queue else 0
 
-    def decide(self, request: Request, now: float) -> Decision:
+    def __len__(self) -> int:
+        """Requests that are admitted and have not started."""
+        return len(self._queued)
+
+    def share(self, fraction: float, now: float) -> None:
+        """This worker enforces `fraction` (0 to 1) of every limit from now on: lane partitions held over all of them.
+
+        Delayed requests have new times then: ask `quotas.reserved_until`.
+        """
+        self._fraction = fraction
+        self.quotas.share(fraction, now)
+        self._share_seats(fraction)
+
+    def decide(self, request: Request, now: float, begun: Begun = Begun.NO) -> Decision:
         """Decides for a request that waits for nothing, or for one whose delay is over.
 
-        Checks, in this order: accepted tokens (admit), deadline, room in the queue, quota. Asserts that it has not been
-        admitted already.
+        Checks, in this order: begun, or accepted tokens (admit), deadline, room in the queue, quota. A request whose
+        deadline has passed is admitted where its tier does not refuse it: it ends without a seat. Asserts that it has
+        not been admitted already.
         """
         assert request.request_id not in self._queued, f"request {request.request_id} is admitted already"
-        if any(request.accepted):
+        if begun is Begun.YES or any(request.accepted):
+            self.quotas.cancel(request.request_id, now)
             return self._admit(request)
-        refusal = self._unreachable(request, now) or self._overloaded(request)
+        may_refuse = begun is Begun.NO
+        refusal = (self._unreachable(request, now) or self._overloaded(request)) if may_refuse else None
         if refusal is not None:
             self.quotas.cancel(request.request_id, now)
             return refusal
@@ -127,7 +155,7 @@ class Admission:
             num_tokens = reserved_tokens(request)
             ready = self.quotas.ready_at(request.tenant, num_tokens, now)
             latest = request.deadline if request.deadline is not None else now + self._limit(request.lane).max_delay
-            if ready > latest:
+            if may_refuse and ready > max(latest, now):
                 return _over_quota(request, ready - now)
             self.quotas.reserve(request.request_id, request.tenant, num_tokens, now)
         return self._admit(request) if ready <= now else Delay(ready)
@@ -152,6 +180,8 @@ class Admission:
         One that ended without a token, waiting or delayed, gives all of its quota back.
         """
         self.started(request.request_id)
+        if num_output and self._predictor is not None:
+            self._predictor.observe(request.tenant, ceil(num_output / request.n))
         if num_output:
             self.quotas.settle(request.request_id, len(request.prompt_token_ids) + num_output, now)
         else:
@@ -178,8 +208,10 @@ class Admission:
         An empty queue takes any request, else one larger than the bound could never run.
         """
         throughput = self._model.prefill_tokens_per_s(self._chunk) if self._model.is_fitted else NEVER
-        bound: float | None = self._limit(request.lane).max_queued_tokens
-        if bound is None:
+        limit = self._limit(request.lane).max_queued_tokens
+        if limit is not None:
+            bound = limit * self._fraction
+        else:
             tier = self._tiers.get(request.lane)
             bound = NEVER if tier is None or tier.ttft is None else tier.ttft * throughput
         num_queued = self.queued_tokens(request.lane)

@@ -7,7 +7,7 @@ ITU-T I.371), so requests of one tenant start in the order in which they came.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from worker.engine.tiers import TenantPolicy
 
@@ -85,6 +85,29 @@ class _Buckets:
     tokens: TokenBucket | None
     num_reservations: int = 0
 
+    def ready_at(self, num_tokens: int, now: float) -> float:
+        ready = now
+        if self.requests is not None:
+            ready = max(ready, self.requests.ready_at(1, now))
+        if self.tokens is not None:
+            ready = max(ready, self.tokens.ready_at(num_tokens, now))
+        return ready
+
+    def take(self, num_tokens: int, now: float) -> float:
+        """Takes one request of so many tokens; returns when it is covered."""
+        ready = self.ready_at(num_tokens, now)
+        if self.requests is not None:
+            self.requests.take(1, now)
+        if self.tokens is not None:
+            self.tokens.take(num_tokens, now)
+        return ready
+
+    def give_back(self, num_requests: int, num_tokens: int, now: float) -> None:
+        if self.requests is not None:
+            self.requests.give_back(num_requests, now)
+        if self.tokens is not None:
+            self.tokens.give_back(num_tokens, now)
+
 
 class Quotas:
     """The buckets of all tenants and what is reserved from them. Not for requests that have begun elsewhere.
@@ -114,33 +137,32 @@ class Quotas:
         return len(self._reservations)
 
     def share(self, fraction: float, now: float) -> None:
-        """This worker enforces `fraction` (0 to 1) of every rate from now on: lane partitions held over all of them."""
+        """This worker enforces `fraction` (0 to 1) of every rate from now on: lane partitions held over all of them.
+
+        What is reserved and not covered yet is reserved anew, in the order in which it came: its time changes.
+        """
         assert 0 <= fraction <= 1, f"a share of {fraction}"
         self._fraction = fraction
+        uncovered = [(name, held) for name, held in self._reservations.items() if held.ready_at > now]
+        for _, held in uncovered:
+            self._buckets[held.tenant].give_back(1, held.num_tokens, now)
         for buckets in self._buckets.values():
             for bucket in (buckets.requests, buckets.tokens):
                 if bucket is not None:
                     bucket.share(fraction, now)
+        for request_id, held in uncovered:
+            ready = self._buckets[held.tenant].take(held.num_tokens, now)
+            self._reservations[request_id] = replace(held, ready_at=ready)
 
     def ready_at(self, tenant: str, num_tokens: int, now: float) -> float:
         """When a request of so many tokens could start, were it reserved now; infinite without a share."""
-        buckets = self._buckets_of(tenant, now)
-        ready = now
-        if buckets.requests is not None:
-            ready = max(ready, buckets.requests.ready_at(1, now))
-        if buckets.tokens is not None:
-            ready = max(ready, buckets.tokens.ready_at(num_tokens, now))
-        return ready
+        return self._buckets_of(tenant, now).ready_at(num_tokens, now)
 
     def reserve(self, request_id: str, tenant: str, num_tokens: int, now: float) -> float:
         """Reserves one request of so many tokens; returns when it may start. `settle` or `cancel` must follow."""
         assert request_id not in self._reservations, f"request {request_id} has a reservation"
-        ready = self.ready_at(tenant, num_tokens, now)
         buckets = self._buckets_of(tenant, now)
-        if buckets.requests is not None:
-            buckets.requests.take(1, now)
-        if buckets.tokens is not None:
-            buckets.tokens.take(num_tokens, now)
+        ready = buckets.take(num_tokens, now)
         buckets.num_reservations += 1
         self._reservations[request_id] = _Reservation(tenant, num_tokens, ready)
         return ready
@@ -164,10 +186,7 @@ class Quotas:
             return
         buckets = self._buckets[reservation.tenant]
         buckets.num_reservations -= 1
-        if buckets.requests is not None:
-            buckets.requests.give_back(num_requests, now)
-        if buckets.tokens is not None:
-            buckets.tokens.give_back(max(0, reservation.num_tokens - num_used), now)
+        buckets.give_back(num_requests, max(0, reservation.num_tokens - num_used), now)
 
     def _buckets_of(self, tenant: str, now: float) -> _Buckets:
         buckets = self._buckets.get(tenant)

@@ -17,10 +17,10 @@ class TierPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPolicy:
-    """One tenant. None: no limit. Rates are of this worker's share."""
+    """One tenant. None: no limit. Limits are of the deployment; a worker enforces its share."""
 
     name: str
     weight: float = 1.0
-    max_running: int | None = None  # requests with a seat
+    max_running: int | None = None  # seats
     requests_per_s: float | None = None
     tokens_per_s: float | None = None  # prompt and output

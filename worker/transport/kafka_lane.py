@@ -35,7 +35,10 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         consumer: started by `run`; with a group, auto-commit off, reset to the earliest offset.
         deliver: called with each new record, on the event loop; must not block.
         lost: called with the tier after partitions went elsewhere.
+        shared: called after every re-balance: `num_owned` and `num_partitions` may be others.
         committed: the group's offsets with their metadata (`KafkaConnections.committed`).
+        partitions_of: how many partitions a topic has (`KafkaConnections.partitions_of`).
+        num_partitions: how many the lane has now.
         max_outstanding: records per partition that are taken in and not done.
         max_outstanding_bytes: of such records' values, in all partitions.
     """
@@ -48,7 +51,10 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         *,
         deliver: Callable[[Delivery], None],
         lost: Callable[[str], None],
+        shared: Callable[[], None],
         committed: CommittedOffsets,
+        partitions_of: Callable[[str], Awaitable[int]],
+        num_partitions: int,
         max_outstanding: int,
         max_outstanding_bytes: int,
         commit_interval: float,
@@ -58,7 +64,10 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._consumer = consumer
         self._deliver = deliver
         self._lost = lost
+        self._shared = shared
         self._committed_offsets = committed
+        self._partitions_of = partitions_of
+        self.num_partitions = num_partitions  # of the topic, as it was at the last re-balance
         self._max_outstanding = max_outstanding
         self._max_outstanding_bytes = max_outstanding_bytes
         self._commit_interval = commit_interval
@@ -76,6 +85,11 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     @property
     def num_outstanding(self) -> int:
         return sum(t.num_outstanding for t in self._trackers.values())
+
+    @property
+    def num_owned(self) -> int:
+        """Partitions that this worker holds."""
+        return len(self._trackers)
 
     @property
     def assigned(self) -> asyncio.Event:
@@ -218,6 +232,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         lost = [p for p in self._trackers if p not in kept]
         self._last_commit = {p: c for p, c in self._last_commit.items() if p in kept}
         self._trackers = kept | await self._new_trackers(new)
+        await self._count_partitions()
         for partition, tracker in self._trackers.items():
             self._seek(partition, tracker.expected)
         self._apply_back_pressure()  # pauses are lost at every re-balance
@@ -227,6 +242,16 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._assignment_gate.release()
         if lost:
             self._lost(self.tier)
+        self._shared()
+
+    async def _count_partitions(self) -> None:
+        """Partitions may have been added. Unknown, it is what it was: limits are shared by it, nothing else."""
+        try:
+            count = await self._partitions_of(self.topic)
+        except KafkaError as e:
+            log.warning("lane.partitions_unknown", lane=self.tier, error=repr(e))
+        else:
+            self.num_partitions = max(count, self.num_owned)
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
         if not partitions:
@@ -235,12 +260,13 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             try:
                 committed = await self._committed_offsets(self._consumer._group_id, partitions)
                 begins = await self._consumer.beginning_offsets(partitions)
+                ends = await self._consumer.end_offsets(partitions)
             except KafkaError as e:
                 # Without the committed offset the partition must not be read: finished requests would run again.
                 log.warning("lane.committed_offsets_unknown", lane=self.tier, error=repr(e))
                 await asyncio.sleep(RETRY_S)
                 continue
-            trackers = {p: _tracker(committed.get(p), begins[p]) for p in partitions}
+            trackers = {p: _tracker(committed.get(p), begins[p], ends[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
             return trackers
 
@@ -284,7 +310,7 @@ def _partition(delivery: Delivery) -> TopicPartition:
     return TopicPartition(delivery.source.topic, delivery.source.partition)
 
 
-def _tracker(committed: OffsetAndMetadata | None, begin: int) -> OffsetTracker:
+def _tracker(committed: OffsetAndMetadata | None, begin: int, end: int) -> OffsetTracker:
     if committed is None or committed.offset < 0:
-        return OffsetTracker(begin)
-    return OffsetTracker(max(committed.offset, begin), committed.metadata if committed.offset >= begin else "")
+        return OffsetTracker(begin, log_end=end)
+    return OffsetTracker(max(committed.offset, begin), committed.metadata if committed.offset >= begin else "", end)

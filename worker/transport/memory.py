@@ -103,7 +103,8 @@ class MemorySource:
 
     def lose(self) -> None:
         """The partition goes elsewhere and comes back: what runs is no longer ours."""
-        self.tracker = OffsetTracker(self.tracker.position, self.tracker.metadata)
+        log_end = len(self._broker.topics[self._topic][0])
+        self.tracker = OffsetTracker(self.tracker.position, self.tracker.metadata, log_end)
 
     def owns(self, delivery: Delivery) -> bool:
         return delivery.tracker is self.tracker

@@ -31,10 +31,12 @@ class OffsetTracker:
         position: the committed offset, or where the log begins.
         metadata: what `metadata` of an earlier owner gave, "" for none. Unreadable metadata counts as none:
             then finished requests are looked up in their reply logs again, which costs time and nothing else.
+        log_end: where the partition ended when this ownership began.
     """
 
-    def __init__(self, position: int, metadata: str = "") -> None:
+    def __init__(self, position: int, metadata: str = "", log_end: int = 0) -> None:
         self.expected = position
+        self._log_end = log_end
         self._known_until = position  # below it an earlier owner knew which offsets are open
         self._open: dict[int, int | None] = {}  # offset -> bytes of the record, None: not arrived here; ascending
         self.num_bytes = 0  # of the records that are outstanding
@@ -84,6 +86,10 @@ class OffsetTracker:
         self.num_outstanding += 1
         self.num_bytes += num_bytes
         return Seen.NEW
+
+    def is_inherited(self, offset: int) -> bool:
+        """The record was there before this ownership: an earlier owner may have begun it."""
+        return offset < self._log_end
 
     def done(self, offset: int) -> None:
         """Marks a record done for good. Asserts that it was taken in and not done before."""
