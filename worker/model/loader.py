@@ -21,11 +21,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from worker.model.attention import AttentionLayer
 from worker.model.errors import ModelError
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
 from worker.model.tokenizer import Tokenizer
-from worker.model.trial import AttentionProbe, try_out
+from worker.model.trial import try_out
 
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 
@@ -41,9 +42,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionLayer, ...]  # its calls of attention, in order
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -54,7 +53,7 @@ class LoadedModel:
     @property
     def bytes_per_token(self) -> int:
         """KV of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(layer.kv_shape.size for layer in self.layers) * self.dtype.itemsize
 
 
 def load_model(
@@ -98,18 +97,15 @@ def _prepare_smollm2(cache_dir: Path | None, report: Progress) -> Path:
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
-    probe = try_out(model.eval().requires_grad_(False))
+    layers = try_out(model.eval().requires_grad_(False))
     config = model.config.get_text_config()
-    num_kv_heads, head_dim = probe.kv_shapes[0]
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer, probe),
-        num_layers=len(probe.kv_shapes),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        max_model_len=_max_model_len(config, tokenizer),
+        layers=layers,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         bos_token_id=tokenizer.bos_token_id,
     )
@@ -156,21 +152,14 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, probe: AttentionProbe) -> int:
+def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
     limits = [getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 2048)]
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
-        limits.append(rope["original_max_position_embeddings"])
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(probe.sliding_windows)
-    if window is not None and any(
-        kind == "sliding_attention" and probe.sliding_windows[layer] is None for layer, kind in enumerate(kinds)
-    ):
-        # A layer that does not say how far it sees would see everything; up to the window that is the same.
-        limits.append(window)
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]  # one each where kinds of layers differ
+    # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
+    limits += [p["original_max_position_embeddings"] for p in (rope, *by_kind) if p.get("rope_type") == "longrope"]
     return int(min(limits))
 
 
