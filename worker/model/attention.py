@@ -138,14 +138,14 @@ def _attention_forward(
     return out[None], None
 
 
-def _probed_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> _ProbedMask:
+def probed_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> _ProbedMask:
     """The mask function behind `PROBE`."""
     return _ProbedMask(mask_function, local_size)
 
 
 AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionInterface.register(PROBE, _attention_forward)
-AttentionMaskInterface.register(PROBE, _probed_mask)
+AttentionMaskInterface.register(PROBE, probed_mask)
 
 
 class LayerWorkspaces:

@@ -51,6 +51,7 @@ MIXED = "of its .* layers use the attention interface"
 HALF = "it is half of an encoder-decoder model"
 SPARSE = "it computes masks from what it reads"
 OWN_MASK = "the model builds an attention mask of its own"
+MASK = "its attention mask depends on more than positions"
 POSITIONS = "its results are others with our attention"
 BIAS = "its attention has a term that is not supported"
 NO_CONTEXT = "the model does not hand the arguments of its forward on"
@@ -304,7 +305,8 @@ _SERVED = (
     _served(
         "mimo_v2_flash",
         "MiMo V2 Flash",
-        "GQA; sliding window, by layer; sinks; heads by layer; MoE",
+        "GQA; sliding window, by layer; sinks; heads by layer; keys wider than values; MoE",
+        num_attention_heads=8,
         **_ALTERNATING,
         **_MLP,
     ),
@@ -406,7 +408,7 @@ _REFUSED = (
     _refused("lara_mini", "Lara mini", STATE),
     _refused("lfm2", "LFM2", MIXED, layer_types=["conv", "full_attention"]),
     _refused("lfm2_moe", "LFM2 MoE", MIXED, layer_types=["conv", "full_attention"], num_dense_layers=1),
-    _refused("lfm3", "LFM3", INSIDE),
+    _refused("lfm3", "LFM3", MIXED, layer_types=["conv", "full_attention"]),
     _refused("mamba", "Mamba", STATE),
     _refused("mamba2", "Mamba 2", STATE, num_heads=8, head_dim=16),
     _refused("minimax", "MiniMax-01", MIXED),
@@ -452,7 +454,7 @@ _REFUSED = (
     _refused("glm_moe_dsa", "GLM-5", SPARSE, **_MLA, **_MLP, index_topk=8, index_head_dim=16, index_n_heads=2),
     _refused("hy_v4", "Hunyuan 4", SPARSE),
     _refused("minimax_m3_vl_text", "MiniMax M3, text", BIAS, layer_types=["minimax_m3_sparse"] * 2),
-    _refused("gemma4_unified", "Gemma 4 unified", "depends on more than positions", text_config=_TEXT | _ALTERNATING),
+    _refused("gemma4_unified", "Gemma 4 unified", MASK, text_config=_TEXT | _ALTERNATING),
     _refused("inkling_text", "Inkling, text", BIAS),
     _refused("inkling2_text", "Inkling 2, text", BIAS),
     _refused("inkling2_loop_text", "Inkling 2 loop, text", BIAS),
