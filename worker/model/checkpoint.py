@@ -27,7 +27,7 @@ class Checkpoint:
 def find_checkpoint(name: str) -> Checkpoint:
     """The checkpoint that `name` means: a GGUF file, a folder with one, a folder with safetensors, or a hub name.
 
-    Raises ModelError when the file or folder cannot be loaded: something is missing, cut off, or of another kind.
+    Raises ModelError for a file that does not exist and a folder that holds no model, or several.
     """
     path = Path(name)
     if path.suffix == ".gguf":
@@ -37,7 +37,6 @@ def find_checkpoint(name: str) -> Checkpoint:
     if not path.is_dir():
         return Checkpoint(name)
     if (path / "config.json").exists():
-        _check_folder(path)
         return Checkpoint(name)
     gguf_files = sorted(file.name for file in path.glob("*.gguf"))
     if len(gguf_files) > 1:
@@ -47,7 +46,14 @@ def find_checkpoint(name: str) -> Checkpoint:
     return Checkpoint(name, gguf_files[0])
 
 
-def _check_folder(folder: Path) -> None:
+def check_files(checkpoint: Checkpoint) -> None:
+    """Raises ModelError when a folder's safetensors are missing, cut off, or hold what we do not load.
+
+    On the hub they are what was published; of a GGUF file the reader finds out.
+    """
+    if checkpoint.gguf_file or not checkpoint.is_folder:
+        return
+    folder = Path(checkpoint.source)
     incomplete = f"the folder {folder} holds no complete model:"
     if (folder / _INDEX).exists():
         names = sorted(set(_read_json(folder / _INDEX)["weight_map"].values()))

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.model.attention import AttentionLayer
-from worker.model.checkpoint import find_checkpoint
+from worker.model.checkpoint import check_files, find_checkpoint
 from worker.model.errors import ModelError
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
@@ -140,7 +140,9 @@ def _load_pretrained(
         # The configuration first: what is not there or not for us is found out before anything big is read.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         _check_config(name, config)
-        check_fits(name, config, look_at(config), dtype, limits)
+        size = look_at(config)
+        check_files(checkpoint)
+        check_fits(name, config, size, dtype, limits)
         report("loading the tokenizer", 0.8)
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
         report("loading the weights", _LOADING)

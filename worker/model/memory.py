@@ -31,11 +31,11 @@ def check_fits(
         parts["workspace"] = _workspace_bytes(config.get_text_config(), size, dtype, limits)
     free = available_ram()
     if sum(parts.values()) > free:
-        each = ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in parts.items())
+        each = ", ".join(f"{part} {_text(num_bytes)}" for part, num_bytes in parts.items())
         smaller = "a smaller model" if dtype.itemsize == 2 else "a smaller model, --dtype bfloat16"
         raise ModelError(
-            f"model {name!r} does not fit into memory: it needs {_gib(sum(parts.values()))} ({each}) and "
-            f"{_gib(free)} are free. Take {smaller}, or fewer --num-blocks and --num-host-blocks"
+            f"model {name!r} does not fit into memory: it needs {_text(sum(parts.values()))} ({each}) and "
+            f"{_text(free)} are free. Take {smaller}, or fewer --num-blocks and --num-host-blocks"
         )
 
 
@@ -55,5 +55,5 @@ def _workspace_bytes(config: PreTrainedConfig, size: ModelSize, dtype: torch.dty
     return (gathered + activations) * dtype.itemsize + 3 * 4 * limits.max_num_seqs * config.vocab_size
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
