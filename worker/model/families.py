@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-# What a small model has, as far as its configuration knows these names.
-SIZES: dict[str, Any] = {
+_DENSE: dict[str, Any] = {
     "vocab_size": 211,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -23,8 +22,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    "sliding_window": 24,
-    # mixture of experts
+}
+_WINDOW = {"sliding_window": 24}
+_EXPERTS = {
     "moe_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
@@ -32,13 +32,11 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
-    # multi-head latent attention
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
 }
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+
+# What a small model has, as far as its configuration knows these names.
+SIZES = _DENSE | _WINDOW | _EXPERTS | _LATENT
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
 _MLP = {"mlp_layer_types": ["dense", "sparse"]}
@@ -85,25 +83,6 @@ _TWO_ROPES = {
         kind: {"rope_type": "default", "rope_theta": theta}
         for kind, theta in (("sliding_attention", 1e4), ("full_attention", 1e6))
     }
-}
-_TEXT = {
-    key: value
-    for key, value in SIZES.items()
-    if key
-    not in (
-        "moe_intermediate_size",
-        "num_experts",
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "n_group",
-        "topk_group",
-        "num_local_experts",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    )
 }
 _VISION = {
     "hidden_size": 32,
@@ -205,7 +184,7 @@ _SERVED = (
         local_attention=48,
         **_ALTERNATING,
     ),
-    _served("moshi", "Moshi, text", "GQA", ffn_dim=96),
+    _served("moshi", "Moshi, text", "GQA", ffn_dim=96, sliding_window=512),
     _served(
         "opt",
         "OPT",
@@ -226,7 +205,13 @@ _SERVED = (
     # attention of another kind
     _served("diffllama", "DiffLlama", "GQA; two calls a layer (differential attention)"),
     _served(
-        "dory", "Nemotron Labs Dory", "GQA; sliding window, by layer; QK norm; layers run repeatedly", **_ALTERNATING
+        "dory",
+        "Nemotron Labs Dory",
+        "GQA; sliding window, by layer; QK norm; layers run repeatedly",
+        num_hidden_layers=4,
+        n_input_layers=1,
+        n_output_layers=1,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     _served(
         "gemma3n_text",
@@ -324,7 +309,7 @@ _SERVED = (
         "gemma3",
         "Gemma 3",
         "GQA; sliding window, by layer; QK norm; rotary by layer",
-        text_config=_TEXT | _ALTERNATING,
+        text_config=_DENSE | _WINDOW | _ALTERNATING,
         vision_config=_VISION,
         mm_tokens_per_image=4,
     ),
@@ -332,7 +317,10 @@ _SERVED = (
         "gemma4",
         "Gemma 4",
         "GQA; sliding window, by layer; heads by layer; QK norm; rotary by layer",
-        text_config=_TEXT | _ALTERNATING | {"vocab_size_per_layer_input": 211, "hidden_size_per_layer_input": 16},
+        text_config=_DENSE
+        | _WINDOW
+        | _ALTERNATING
+        | {"vocab_size_per_layer_input": 211, "hidden_size_per_layer_input": 16},
         vision_config=None,
         audio_config=None,
     ),
@@ -340,7 +328,7 @@ _SERVED = (
         "got_ocr2",
         "GOT-OCR 2",
         "GQA",
-        text_config=_TEXT,
+        text_config=_DENSE,
         vision_config=_VISION | {"global_attn_indexes": [0], "output_channels": 16, "mlp_dim": 32},
     ),
     _served(
@@ -348,14 +336,14 @@ _SERVED = (
         "Llama 4",
         "GQA; chunked, by layer; MoE",
         vision_config=_VISION,
-        text_config=_TEXT
+        text_config=_DENSE
         | {"attention_chunk_size": 32, "num_local_experts": 4, "layer_types": ["chunked_attention", "full_attention"]},
     ),
     _served(
         "emu3",
         "Emu3",
         "GQA",
-        text_config=_TEXT,
+        text_config=_DENSE,
         vocabulary_map={"<image>": 3},
         vq_config={
             "base_channels": 32,
@@ -367,12 +355,12 @@ _SERVED = (
             "attn_resolutions": [],
         },
     ),
-    _served("fuyu", "Fuyu", "MHA; partial rotary; QK norm", text_config=_TEXT | {"model_type": "persimmon"}),
+    _served("fuyu", "Fuyu", "MHA; partial rotary; QK norm", text_config=_DENSE | {"model_type": "persimmon"}),
     _served(
         "moss_transcribe_diarize",
         "MOSS transcribe-diarize",
         "GQA; QK norm",
-        text_config=_TEXT,
+        text_config=_DENSE,
         audio_config={
             "d_model": 32,
             "encoder_layers": 1,
@@ -414,12 +402,12 @@ _REFUSED = (
     _refused("minimax", "MiniMax-01", MIXED),
     _refused("nemotron_h", "Nemotron H", STATE),
     _refused("olmo_hybrid", "OLMo hybrid", STATE),
-    _refused("qwen3_5", "Qwen3.5", STATE, text_config=_TEXT, vision_config={"depth": 1, "hidden_size": 32}),
+    _refused("qwen3_5", "Qwen3.5", STATE, text_config=_DENSE, vision_config={"depth": 1, "hidden_size": 32}),
     _refused("qwen3_5_moe", "Qwen3.5 MoE", STATE),
     _refused("qwen3_5_moe_text", "Qwen3.5 MoE, text", STATE),
     _refused("qwen3_5_text", "Qwen3.5, text", STATE),
     _refused("qwen3_next", "Qwen3-Next", STATE),
-    _refused("qwen4_exp", "Qwen4 (experimental)", STATE, text_config=_TEXT),
+    _refused("qwen4_exp", "Qwen4 (experimental)", STATE, text_config=_DENSE),
     _refused("qwen4_exp_text", "Qwen4 (experimental), text", STATE),
     _refused("recurrent_gemma", "RecurrentGemma", STATE),
     _refused("rwkv", "RWKV", STATE),
@@ -454,12 +442,12 @@ _REFUSED = (
     _refused("glm_moe_dsa", "GLM-5", SPARSE, **_MLA, **_MLP, index_topk=8, index_head_dim=16, index_n_heads=2),
     _refused("hy_v4", "Hunyuan 4", SPARSE),
     _refused("minimax_m3_vl_text", "MiniMax M3, text", BIAS, layer_types=["minimax_m3_sparse"] * 2),
-    _refused("gemma4_unified", "Gemma 4 unified", MASK, text_config=_TEXT | _ALTERNATING),
+    _refused("gemma4_unified", "Gemma 4 unified", MASK, text_config=_DENSE | _WINDOW | _ALTERNATING),
     _refused("inkling_text", "Inkling, text", BIAS),
     _refused("inkling2_text", "Inkling 2, text", BIAS),
     _refused("inkling2_loop_text", "Inkling 2 loop, text", BIAS),
     _refused(
-        "mllama", "Llama 3.2 Vision", MIXED, vision_config=_VISION, text_config=_TEXT | {"cross_attention_layers": [1]}
+        "mllama", "Llama 3.2 Vision", MIXED, vision_config=_VISION, text_config=_DENSE | {"cross_attention_layers": [1]}
     ),
     # positions from a table with an offset, or a language to be chosen
     _refused("camembert", "CamemBERT", POSITIONS, **_DECODER),

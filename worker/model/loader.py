@@ -6,7 +6,7 @@ the reason and as early as it can be known, not found out by a wrong answer or a
 """
 
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +120,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer),
+        max_model_len=_max_model_len(config, tokenizer, layers),
         layers=layers,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         bos_token_id=tokenizer.bos_token_id,
@@ -214,7 +214,9 @@ def _reported_to(report: Progress) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+def _max_model_len(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
+) -> int:
     """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
     limits = [getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 2048)]
@@ -222,6 +224,11 @@ def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase)
     by_kind = [value for value in rope.values() if isinstance(value, dict)]  # one each where kinds of layers differ
     # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
     limits += [p["original_max_position_embeddings"] for p in (rope, *by_kind) if p.get("rope_type") == "longrope"]
+    window = getattr(config, "sliding_window", None)
+    if window and not getattr(config, "layer_types", None) and any(not a.visibility.sliding_window for a in layers):
+        # A cache of transformers forgets what lies before the window though the model's masks know none (Moshi). Up to
+        # the window both mean the same.
+        limits.append(window)
     return int(min(limits))
 
 
