@@ -17,6 +17,7 @@ from worker.levels import make_admission, make_queue, tier_policies
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, load_model
+from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
 from worker.telemetry import start_telemetry
@@ -48,7 +49,14 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel, Admission]:
     """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model, admission)."""
     num_threads = config.num_threads or os.cpu_count() or 1
-    loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress)
+    limits = RunnerLimits(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks,
+        num_host_blocks=config.num_host_blocks,
+    )
+    loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress, limits=limits)
     num_blocks = config.num_blocks or num_blocks_for_ram(
         loaded.bytes_per_token,
         config.block_size,

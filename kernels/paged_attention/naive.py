@@ -15,12 +15,15 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(scale * q k^T)) v over the visible positions, computed in the dtype of `query`.
 
     query [num_tokens, num_heads, head_dim]; key_cache and value_cache [num_blocks, block_size, num_kv_heads,
     head_dim], any strides; head h reads kv head h // (num_heads / num_kv_heads). A query at position p sees the
-    positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). Returns the shape of `query`.
+    positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). `sinks` [num_heads]: one more
+    logit per head, neither scaled nor capped, that takes its share of the softmax and adds nothing. Returns the shape
+    of `query`.
     """
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads
@@ -39,6 +42,9 @@ def paged_attention(
         visible = key_position <= position
         if sliding_window is not None:
             visible &= key_position > position - sliding_window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, query_len, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context_len]
         out[start : start + query_len] = torch.einsum("hqk,khd->qhd", weights, values)
     return out

@@ -195,19 +195,22 @@ def paged_attention(
     workspace: Workspace,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `naive.paged_attention`. Overwrites `workspace`; reads nothing of the cache but visible tokens."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     plan = workspace.plan(batch, sliding_window)
     query = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if sinks is not None:
+        sinks = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
     out = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.groups:
         keys, values = workspace.gather(key_cache, value_cache, group.block_ids, group.empty)
         shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # The query heads of one kv head take the place of query positions: no key is repeated.
-        out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap)
+        out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
     for chunk in plan.chunks:
         keys, values = workspace.gather(key_cache, value_cache, chunk.block_ids)
         seen = slice(chunk.first_slot, chunk.first_slot + chunk.num_keys)
@@ -216,19 +219,36 @@ def paged_attention(
         shape = (*queries.shape[:2], chunk.num_keys, head_dim)
         keys = keys[seen].transpose(0, 1)[:, None].expand(shape)
         values = values[seen].transpose(0, 1)[:, None].expand(shape)
-        out[rows] = _attend(queries, keys, values, chunk.mask, scale, softcap).permute(2, 0, 1, 3)
+        chunk_sinks = None if sinks is None else sinks[:, :, None]
+        attended = _attend(queries, keys, values, chunk.mask, scale, softcap, chunk_sinks)
+        out[rows] = attended.permute(2, 0, 1, 3)
     return out.view(num_tokens, num_heads, head_dim)
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """[..., n, dim] x [..., keys, dim] -> [..., n, dim]. `mask` is added to the scores; None: causal, n == keys."""
-    if softcap is None:
+    """[..., n, dim] x [..., keys, dim] -> [..., n, dim].
+
+    `mask` is added to the scores; None: causal, n == keys. `sinks` broadcast to [..., n, 1].
+    """
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-    scores = softcap * torch.tanh(queries @ keys.transpose(-1, -2) * (scale / softcap))
+    scores = queries @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu_(1)
-    return (scores + mask).softmax(dim=-1) @ values
+    scores = scores + mask
+    if sinks is None:
+        return scores.softmax(dim=-1) @ values
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return scores.softmax(dim=-1)[..., :-1] @ values

@@ -149,3 +149,28 @@ def test_a_batch_must_make_sense():
         RaggedBatch(np.array([5], np.int32), np.array([4], np.int32), table)
     with pytest.raises(AssertionError):
         RaggedBatch(np.array([1, 1], np.int32), np.array([4, 4], np.int32), table)
+
+
+@pytest.mark.parametrize("ragged", RAGGED)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"softcap": 1.5}], ids=str)
+def test_sinks_take_their_share(ragged, options):
+    """A sink is a key of its own logit and a value of zeros; naive and fast path agree with that, in float64."""
+    query, keys, values, batch, dense = make_case(
+        *RAGGED[ragged], num_heads=4, num_kv_heads=2, head_dim=8, block_size=16
+    )
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
+    window, cap = options.get("sliding_window"), options.get("softcap")
+    want = torch.zeros(query.shape, dtype=torch.float64)
+    for seq, (own_keys, own_values) in enumerate(dense):
+        for i in range(int(batch.query_lens[seq])):
+            token = int(batch.query_starts[seq]) + i
+            position = int(batch.context_lens[seq] - batch.query_lens[seq]) + i
+            seen = slice(0 if window is None else max(0, position - window + 1), position + 1)
+            for head in range(4):
+                scores = own_keys[seen, head // 2].double() @ query[token, head].double() * SCALE
+                scores = scores if cap is None else cap * (scores / cap).tanh()
+                weights = torch.cat((scores, sinks[head : head + 1].double())).softmax(0)[:-1]
+                want[token, head] = weights @ own_values[seen, head // 2].double()
+    got = naive.paged_attention(query, keys, values, batch, scale=SCALE, sinks=sinks, **options)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(run(query, keys, values, batch, sinks=sinks, **options), got, atol=2e-6, rtol=2e-6)

@@ -2,20 +2,23 @@ import pytest
 import torch
 
 from worker.model import kv_cache
-from worker.model.kv_cache import KVCache, available_ram, num_blocks_for_ram
+from worker.model.kv_cache import KVCache, KVShape, available_ram, num_blocks_for_ram
 
 
 def test_a_block_of_all_layers_is_one_extent():
     """Moving a block is one copy: its keys and values of all layers lie together, and the layers' views share it."""
-    cache = KVCache(4, num_layers=3, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    wide, narrow = KVShape(num_kv_heads=2, head_dim=8), KVShape(num_kv_heads=1, head_dim=4)
+    cache = KVCache(4, block_size=16, shapes=[wide, narrow, wide], dtype=torch.float32)
     assert cache.blocks[2].is_contiguous()
-    assert cache.blocks[2].numel() == 3 * 2 * 16 * 2 * 8
-    keys, values = cache.layers[1]
-    assert keys.shape == values.shape == (4, 16, 2, 8)
-    keys[2, 5] = 1.0
-    values[2, 5] = 2.0
-    assert (cache.blocks[2, 1, 0, 5] == 1.0).all()
-    assert (cache.blocks[2, 1, 1, 5] == 2.0).all()
+    assert cache.blocks[2].numel() == 16 * 2 * (2 * 8 + 4 + 2 * 8)
+    assert [keys.shape for keys, _ in cache.layers] == [(4, 16, 2, 8), (4, 16, 1, 4), (4, 16, 2, 8)]
+    cache.blocks.zero_()
+    for layer, (keys, values) in enumerate(cache.layers):
+        keys[2] += 2 * layer + 1
+        values[2] += 2 * layer + 2
+    assert (cache.blocks[[0, 1, 3]] == 0).all()
+    parts = cache.blocks[2].split([256, 256, 64, 64, 256, 256])  # keys and values of each layer
+    assert all((part == number).all() for number, part in enumerate(parts, start=1))
 
 
 def test_the_pool_is_a_share_of_what_is_free(monkeypatch):

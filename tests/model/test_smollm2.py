@@ -6,6 +6,7 @@ import pytest
 
 from worker.model import smollm2
 from worker.model.errors import ModelError
+from worker.model.kv_cache import KVShape
 from worker.model.loader import load_model
 from worker.model.smollm2 import prepare_smollm2
 
@@ -101,7 +102,8 @@ def test_the_converted_model_is_smollm2(tmp_path):
     model = load_model("smollm2", cache_dir=tmp_path, progress=lambda _what, share: shares.append(share))
     assert len(shares) > 50
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (49152, 8192, (2,))
-    assert (model.num_layers, model.num_kv_heads, model.head_dim, model.bytes_per_token) == (30, 3, 64, 46_080)
+    assert [layer.kv_shape for layer in model.layers] == [KVShape(num_kv_heads=3, head_dim=64)] * 30
+    assert model.bytes_per_token == 46_080
     assert model.model.config.rms_norm_eps == 1e-5
     assert len(model.tokenizer.encode("12345")) == 5
     assert len(model.tokenizer.encode("a  1")) == 3  # two spaces before a digit are one token

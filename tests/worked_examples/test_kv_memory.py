@@ -9,15 +9,16 @@ from tests.engine.builders import make_request
 from worker.engine.config import SchedulerConfig
 from worker.engine.outputs import FinishEvent
 from worker.engine.scheduler import Scheduler
-from worker.model.kv_cache import KVCache
+from worker.model.attention import AttentionLayer, Visibility
+from worker.model.kv_cache import KVCache, KVShape
 from worker.model.loader import LoadedModel
 
 NUM_BLOCKS, BLOCK_SIZE = 8192, 16
-LLAMA_2_7B = {"num_layers": 32, "num_kv_heads": 32, "head_dim": 128}
+LLAMA_2_7B = [KVShape(num_kv_heads=32, head_dim=128)] * 32
 
 
-def bytes_per_token(**shape: int) -> int:
-    """The loader's formula on a model of that shape in fp16; of the model itself it asks the type only."""
+def bytes_per_token(shapes: list[KVShape]) -> int:
+    """The loader's formula on a model of these layers in fp16; of the model itself it asks the type only."""
     model = LoadedModel(
         name="shape only",
         model=SimpleNamespace(dtype=torch.float16),
@@ -26,15 +27,15 @@ def bytes_per_token(**shape: int) -> int:
         max_model_len=1,
         eos_token_ids=(),
         bos_token_id=None,
-        **shape,
+        layers=tuple(AttentionLayer(shape, Visibility()) for shape in shapes),
     )
     return model.bytes_per_token
 
 
 def test_a_token_of_llama_2_7b_is_half_a_mebibyte():
     """32 layers x 32 heads x 128 x keys and values x 2 bytes are 0.5 MiB, by the loader's formula and in the pool."""
-    assert bytes_per_token(**LLAMA_2_7B) == 2**19
-    cache = KVCache(num_blocks=1, block_size=1, dtype=torch.float16, **LLAMA_2_7B)
+    assert bytes_per_token(LLAMA_2_7B) == 2**19
+    cache = KVCache(num_blocks=1, block_size=1, shapes=LLAMA_2_7B, dtype=torch.float16)
     assert cache.blocks.nbytes == 2**19
 
 

@@ -1,24 +1,87 @@
 """Our attention, as transformers calls it.
 
 transformers dispatches every attention layer to a function by name. Ours finds the step it belongs to in a keyword
-argument that the models hand through to it: no global state, several runners in one process do not meet. transformers
-builds no mask for a name that has no mask function, and we register none: the block tables say who sees what.
+argument that the models hand through to it: no global state, several runners in one process do not meet.
+
+What a layer may see is asked once, at load, under the name `PROBE`: transformers then gives each layer what our mask
+function made of the layer's mask. Under the name `ATTENTION` no mask is built at all; the block tables and what was
+found at load, a `Visibility` per layer, say who sees what.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kernels.paged_attention import RaggedBatch, Workspace, paged_attention
 from kernels.store_kv import store_kv
 from worker.model.errors import ModelError
-from worker.model.kv_cache import KVCache
+from worker.model.kv_cache import KVCache, KVShape
 
 ATTENTION = "carousel"
+PROBE = "carousel-probe"
 
-# Arguments of the attention interface that change the result in a way that we do not compute.
-_NOT_COMPUTED = ("s_aux", "position_bias", "head_mask")
+# Tensors that models hand to their attention and that do not change its result. Any other (a bias, the indices of what
+# a sparse layer has chosen to see) does, or might.
+_WITHOUT_EFFECT = ("position_ids", "logits_to_keep")
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which positions a query sees: all up to its own, the last `sliding_window` of these, or those of its chunk."""
+
+    sliding_window: int | None = None
+    chunk_size: int | None = None
+
+
+class _ProbedMask:
+    """Stands for a layer's mask under the name `PROBE`. A model that computes with its masks is found out by it."""
+
+    def __init__(self, mask_function: Callable[..., Tensor], local_size: int | None):
+        self._mask_function = mask_function
+        self._local_size = local_size
+
+    def visibility(self) -> Visibility:
+        """What the mask lets a query see, found by asking for one. Raises ModelError for a mask that we do not know."""
+        size = self._local_size or 4
+        position = 2 * size  # in its third chunk, with two windows before it
+        key_positions = torch.arange(position + size)
+        zero = torch.zeros((), dtype=torch.int64)
+        try:
+            visible = self._mask_function(zero, zero, torch.tensor(position), key_positions).expand_as(key_positions)
+        except IndexError as error:
+            raise ModelError("its attention mask depends on more than positions") from error
+        seen = visible.nonzero()[:, 0].tolist()
+        for first, visibility in (
+            (0, Visibility()),
+            (position - size + 1, Visibility(sliding_window=size)),
+            (position, Visibility(chunk_size=size)),
+        ):
+            if seen == list(range(first, position + 1)):
+                return visibility
+        raise ModelError("a token does not see all and only the tokens before it, or the last of them")
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError("it computes masks from what it reads (sparse or dynamic attention)")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.shape
+
+    def __radd__(self, other: Any) -> Any:
+        return self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One call of attention in a forward. A model has as many as it makes calls, in their order."""
+
+    kv_shape: KVShape
+    visibility: Visibility
 
 
 class AttentionContext(Protocol):
@@ -26,91 +89,166 @@ class AttentionContext(Protocol):
 
     def attend(
         self,
-        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        visibility: Visibility | None,
         *,
         scale: float,
-        sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim] -> as query."""
+        """query [num_tokens, num_heads, key_dim], key [num_tokens, num_kv_heads, key_dim], value [.., value_dim].
+
+        `sinks` [num_heads]; `visibility` under the name `PROBE` only. Returns [num_tokens, num_heads, value_dim].
+        """
         ...
 
 
 def _attention_forward(
     module: nn.Module,
-    query: Tensor,  # [1, num_heads, num_tokens, head_dim]
-    key: Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Tensor,  # [1, num_heads, num_tokens, key_dim]
+    key: Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
+    value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+    attention_mask: _ProbedMask | Tensor | None,
     *,
     attention_context: AttentionContext | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The function behind the name `ATTENTION`. Returns [1, num_tokens, num_heads, head_dim]."""
+    """The function behind both names. Returns [1, num_tokens, num_heads, value_dim]."""
     if attention_context is None:
         raise ModelError("the model does not hand the arguments of its forward on to its attention layers")
-    if attention_mask is not None:
+    if isinstance(attention_mask, Tensor):
         raise ModelError("the model builds an attention mask of its own")
-    for name in _NOT_COMPUTED:
-        if others.get(name) is not None:
+    for name, value_of in others.items():
+        if isinstance(value_of, Tensor) and name not in _WITHOUT_EFFECT:
             raise ModelError(f"its attention has a term that is not supported: {name}")
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise ModelError("its attention layers do not know their index")
     out = attention_context.attend(
-        layer,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
+        None if attention_mask is None else attention_mask.visibility(),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
         softcap=softcap,
+        sinks=s_aux,
     )
     return out[None], None
 
 
+def probed_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> _ProbedMask:
+    """The mask function behind `PROBE`."""
+    return _ProbedMask(mask_function, local_size)
+
+
 AttentionInterface.register(ATTENTION, _attention_forward)
+AttentionInterface.register(PROBE, _attention_forward)
+AttentionMaskInterface.register(PROBE, probed_mask)
+
+
+class LayerWorkspaces:
+    """The scratch memory of a runner: one `Workspace` for each kind of layer, since a step's plans are kept in it."""
+
+    def __init__(self, layers: Sequence[AttentionLayer], max_context_len: int, block_size: int, dtype: torch.dtype):
+        """Raises ModelError when attention chunks do not end with blocks."""
+        self.block_size = block_size
+        self._of: dict[tuple[KVShape, int | None], Workspace] = {}
+        for layer in layers:
+            shape, chunk_size = layer.kv_shape, layer.visibility.chunk_size
+            if chunk_size is not None and chunk_size % block_size:
+                raise ModelError(f"attention chunks of {chunk_size} tokens are no whole blocks of {block_size}")
+            if (shape, chunk_size) not in self._of:
+                longest = min(max_context_len, chunk_size or max_context_len)
+                self._of[shape, chunk_size] = Workspace(longest, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+
+    def of(self, layer: AttentionLayer) -> Workspace:
+        return self._of[layer.kv_shape, layer.visibility.chunk_size]
 
 
 class PagedContext:
     """The attention of one step: writes the step's keys and values into their blocks, then attends over the cache."""
 
-    def __init__(self, cache: KVCache, workspace: Workspace, batch: RaggedBatch, block_ids: Tensor, offsets: Tensor):
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        cache: KVCache,
+        workspaces: LayerWorkspaces,
+        batch: RaggedBatch,
+        block_ids: Tensor,
+        offsets: Tensor,
+    ):
+        """`block_ids` and `offsets`, int64 [num_tokens]: the slot of each token."""
+        self._layers = layers
         self._cache = cache
-        self._workspace = workspace
-        self._batch = batch
-        self._block_ids = block_ids  # int64 [num_tokens], with `_offsets` the slot of each token
-        self._offsets = offsets
+        self._workspaces = workspaces
+        self._slots = block_ids, offsets
+        self._batches: dict[int | None, RaggedBatch] = {None: batch}  # by chunk size
+        self._num_calls = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer was computed here."""
+        return self._num_calls == len(self._layers)
 
     def attend(
         self,
-        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        visibility: Visibility | None,
         *,
         scale: float,
-        sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        key_cache, value_cache = self._cache.layers[layer]
-        store_kv(key, value, key_cache, value_cache, self._block_ids, self._offsets)
-        return paged_attention(
-            query,
+        layer, (key_cache, value_cache) = self._layers[self._num_calls], self._cache.layers[self._num_calls]
+        self._num_calls += 1
+        head_dim = layer.kv_shape.head_dim
+        store_kv(_padded(key, head_dim), _padded(value, head_dim), key_cache, value_cache, *self._slots)
+        out = paged_attention(
+            _padded(query, head_dim),
             key_cache,
             value_cache,
-            self._batch,
+            self._batch_for(layer.visibility.chunk_size),
             scale=scale,
-            workspace=self._workspace,
-            sliding_window=sliding_window,
+            workspace=self._workspaces.of(layer),
+            sliding_window=layer.visibility.sliding_window,
             softcap=softcap,
+            sinks=sinks,
         )
+        return out[..., : value.shape[-1]]
+
+    def _batch_for(self, chunk_size: int | None) -> RaggedBatch:
+        if chunk_size not in self._batches:
+            self._batches[chunk_size] = split_at_chunks(self._batches[None], chunk_size, self._workspaces.block_size)
+        return self._batches[chunk_size]
+
+
+def _padded(heads: Tensor, head_dim: int) -> Tensor:
+    """`heads` [..., dim] with zeros up to `head_dim`. Zeros change no score, and give zeros in the output."""
+    missing = head_dim - heads.shape[-1]
+    return F.pad(heads, (0, missing)) if missing else heads
+
+
+def split_at_chunks(batch: RaggedBatch, chunk_size: int, block_size: int) -> RaggedBatch:
+    """`batch` as one of more sequences, none of which reaches over a multiple of `chunk_size` (whole blocks).
+
+    Causal attention over the result is chunked attention over `batch`: a token sees its own chunk.
+    """
+    query_lens, context_lens, tables = [], [], []
+    for seq in range(len(batch.query_lens)):
+        end = int(batch.context_lens[seq])
+        begin = end - int(batch.query_lens[seq])
+        while begin < end:
+            chunk = begin // chunk_size * chunk_size
+            stop = min(end, chunk + chunk_size)
+            query_lens.append(stop - begin)
+            context_lens.append(stop - chunk)
+            tables.append(np.roll(batch.block_tables[seq], -(chunk // block_size)))
+            begin = stop
+    return RaggedBatch(np.array(query_lens, np.int32), np.array(context_lens, np.int32), np.stack(tables))
 
 
 def forward(

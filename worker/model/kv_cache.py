@@ -1,10 +1,12 @@
 """The memory behind the blocks.
 
-One tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]: a block of all layers is one contiguous
-extent, so that moving it is one copy of megabytes.
+One tensor [num_blocks, numbers of a block]: a block of all layers is one contiguous extent, so that moving it is one
+copy of megabytes. In it stand, layer after layer, keys [block_size, num_kv_heads, head_dim] and values of that shape.
 """
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,24 +17,31 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
 
 
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a layer keeps of a token: a key and a value, each [num_kv_heads, head_dim]."""
+
+    num_kv_heads: int
+    head_dim: int  # of the longer of the two; the other is padded with zeros
+
+    @property
+    def size(self) -> int:
+        """How many numbers that is."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
 class KVCache:
     """Keys and values of all layers. Its memory is touched as blocks are first written."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        num_layers: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-    ):
-        shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
-        self.blocks: Tensor = torch.empty(shape, dtype=dtype)
+    def __init__(self, num_blocks: int, block_size: int, shapes: Sequence[KVShape], dtype: torch.dtype):
+        """`shapes`: of the layers, which may differ."""
+        self.blocks: Tensor = torch.empty(num_blocks, block_size * sum(s.size for s in shapes), dtype=dtype)
         # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim].
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self.blocks[:, layer, 0], self.blocks[:, layer, 1]) for layer in range(num_layers)
-        )
+        layers = []
+        for shape, part in zip(shapes, self.blocks.split([block_size * s.size for s in shapes], dim=1), strict=True):
+            kv = part.view(num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
+            layers.append((kv[:, 0], kv[:, 1]))
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(layers)
 
 
 def block_bytes(bytes_per_token: int, block_size: int) -> int:

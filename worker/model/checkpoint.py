@@ -1,0 +1,104 @@
+"""Where a model's files are, and whether they are whole, before any of them is loaded."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from worker.model.errors import ModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What transformers is asked to load."""
+
+    source: str  # a folder, or a name on the hub
+    gguf_file: str | None = None  # in that folder
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.source).is_dir()
+
+
+def find_checkpoint(name: str) -> Checkpoint:
+    """The checkpoint that `name` means: a GGUF file, a folder with one, a folder with safetensors, or a hub name.
+
+    Raises ModelError for a file that does not exist and a folder that holds no model, or several.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"the GGUF file {name} does not exist")
+        return Checkpoint(str(path.parent), path.name)
+    if not path.is_dir():
+        return Checkpoint(name)
+    if (path / "config.json").exists():
+        return Checkpoint(name)
+    gguf_files = sorted(file.name for file in path.glob("*.gguf"))
+    if len(gguf_files) > 1:
+        raise ModelError(f"the folder {name} holds several GGUF files: name one of {', '.join(gguf_files)}")
+    if not gguf_files:
+        raise ModelError(f"the folder {name} holds no model: config.json is missing")
+    return Checkpoint(name, gguf_files[0])
+
+
+def check_files(checkpoint: Checkpoint) -> None:
+    """Raises ModelError when a folder's safetensors are missing, cut off, or hold what we do not load.
+
+    On the hub they are what was published; of a GGUF file the reader finds out.
+    """
+    if checkpoint.gguf_file or not checkpoint.is_folder:
+        return
+    folder = Path(checkpoint.source)
+    incomplete = f"the folder {folder} holds no complete model:"
+    if (folder / _INDEX).exists():
+        names = sorted(set(_read_json(folder / _INDEX)["weight_map"].values()))
+    elif (folder / _SINGLE).exists():
+        names = [_SINGLE]
+    elif any(folder.glob("*.bin")):
+        raise ModelError(
+            f"{incomplete} its weights are pickles (*.bin), which can run code when they are read. Save it as "
+            "safetensors"
+        )
+    else:
+        raise ModelError(f"{incomplete} {_SINGLE} is missing")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{incomplete} {len(missing)} of {len(names)} files are missing, the first is {missing[0]}")
+    for name in names:
+        _check_safetensors(folder / name)
+
+
+def _check_safetensors(file: Path) -> None:
+    """Reads the header only: 8 bytes of length, then JSON; after it the tensors (huggingface.co/docs/safetensors)."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_size = int.from_bytes(stream.read(8), "little")
+        if not 2 <= header_size <= size - 8:
+            raise ModelError(f"{file} is cut off or no safetensors file: its header does not fit into its {size} bytes")
+        try:
+            tensors = json.loads(stream.read(header_size))
+        except ValueError as error:
+            raise ModelError(f"{file} is no safetensors file: its header is no JSON") from error
+    tensors.pop("__metadata__", None)
+    expected = 8 + header_size + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    if size < expected:
+        raise ModelError(f"{file} is cut off: it has {size} bytes of {expected}. Copy or download it again")
+    for name, tensor in tensors.items():
+        # Tables and masks of whole numbers are common; matrices of them are quantised weights.
+        if name.endswith("weight") and len(tensor["shape"]) > 1 and tensor["dtype"] not in _FLOATS:
+            raise ModelError(
+                f"{file} stores {name} as {tensor['dtype']}: quantised weights are loaded from GGUF files only. Take "
+                "the model in float32, bfloat16 or float16, or as GGUF"
+            )
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"{file} is cut off or damaged: it is no JSON") from error
