@@ -1,6 +1,7 @@
 """From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
 `worker.model` must be imported before it, for the settings that it makes)."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -15,26 +16,47 @@ from worker.engine.policies import PolicyConfig, make_policy
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepBudget, StepModel
 from worker.engine.tiers import TierPolicy
+from worker.health import Health, PortUnavailable
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, load_model
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
+from worker.supervised import SupervisorLink
 from worker.telemetry import start_telemetry
 from worker.transport.kafka_connections import KafkaUnavailable
 
 log = structlog.get_logger(__name__)
 
 
-async def start(config: WorkerConfig) -> None:
-    """Runs a worker until a signal. Ends the process with status 1 and a sentence when it cannot run."""
+async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> None:
+    """Runs a worker until a signal. Ends the process with status 1 and a sentence when it cannot run.
+
+    link: to the supervisor, if there is one.
+    """
     start_telemetry(config.worker, config.log_level, config.log_format == "json")
+    health = Health(config.stuck_after)
+
+    def on_ready() -> None:
+        print("ready", flush=True)
+        if link is not None:
+            link.ready()
+
     try:
-        await check_kafka(config)  # first: a wrong address should not cost the time to load a model
-        await run_until_signal(Worker(config, *build(config), on_ready=_print_ready))
-    except* (ModelError, KafkaUnavailable) as group:
+        with contextlib.ExitStack() as stack:
+            if config.metrics_port is not None:
+                from worker.health_server import serving_health  # not everybody pays for it
+
+                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port))
+            await check_kafka(config)  # first: a wrong address should not cost the time to load a model
+            joined = link.joined if link is not None else lambda group, member: None
+            worker = Worker(config, *build(config), on_ready=on_ready, health=health, joined=joined)
+            await run_until_signal(worker, link)
+    except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
         for error in _leaves(group):
             print(f"carousel worker: {error}", file=sys.stderr)
+        if link is not None:
+            link.refused()
         raise SystemExit(1) from None
 
 
@@ -123,7 +145,3 @@ def model_facts(loaded: LoadedModel) -> ModelFacts:
 
 def _log_progress(what: str, share: float) -> None:
     log.info("model.progress", doing=what, percent=round(share * 100))
-
-
-def _print_ready() -> None:
-    print("ready", flush=True)
