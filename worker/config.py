@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from schemas.connection import ENV_PREFIX, KafkaSettings
 from schemas.topics import (
+    DEFAULT_GROUP_PREFIX,
     DEFAULT_LANE_PREFIX,
     DEFAULT_REPLY_PREFIX,
     DEFAULT_REPLY_TOPIC,
@@ -83,7 +84,7 @@ class WorkerConfig(KafkaSettings):
         DEFAULT_REPLY_TOPIC, description="Where answers go that name no reply topic, if that topic exists."
     )
     usage_topic: str = Field(USAGE_TOPIC, description="One record per finished request, for billing.")
-    group_prefix: str = Field("carousel.", description="A lane's consumer group is PREFIX + its topic.")
+    group_prefix: str = Field(DEFAULT_GROUP_PREFIX, description="A lane's consumer group is PREFIX + its topic.")
     tiers: dict[str, Tier] = DEFAULT_TIERS
 
     worker: str = Field(

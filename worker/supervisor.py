@@ -171,6 +171,21 @@ class Supervisor:
 
     async def _live(self) -> _Child:
         """Starts the worker; returns when it has ended and all that it reported is read."""
+        child, link = self._start()
+        self._on_child()  # it may be over already
+        reader, writer = await asyncio.open_connection(sock=link)
+        reports = asyncio.create_task(child.read_reports(reader))
+        await child.ended.wait()
+        await asyncio.wait([reports], timeout=LAST_REPORTS_S)  # a process of the worker's may hold the other end
+        reports.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reports
+        writer.close()
+        self._was_ready |= child.ready_at is not None
+        return child
+
+    def _start(self) -> tuple[_Child, socket.socket]:
+        """A new worker, and our end of the link to it."""
         ours, theirs = socket.socketpair()
         with theirs:
             # Not asyncio's: it waits in a thread, and while a second thread lives a child may hear twice of our death.
@@ -181,18 +196,8 @@ class Supervisor:
                 env=os.environ | {VARIABLE: f"{os.getpid()}:{theirs.fileno()}"},
                 start_new_session=True,  # Ctrl-C is for us, and we pass it on once
             )
-        child = self._child = _Child(process)
-        self._on_child()  # it may be over already
-        reader, writer = await asyncio.open_connection(sock=ours)
-        reports = asyncio.create_task(child.read_reports(reader))
-        await child.ended.wait()
-        await asyncio.wait([reports], timeout=LAST_REPORTS_S)  # a process of the worker's may hold the other end
-        reports.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await reports
-        writer.close()
-        self._was_ready |= child.ready_at is not None
-        return child
+        self._child = _Child(process)
+        return self._child, ours
 
     def _on_child(self) -> None:
         if self._child is not None and self._child.process.poll() is not None:

@@ -77,20 +77,24 @@ class LaneWatchdog:
         try:
             fault = None
             while fault is None and not (await asyncio.wait([consuming], timeout=CHECK_S))[0]:
-                if lane.assigned.is_set():
-                    self._served.add(tier)
+                self._note_service(tier, lane)
                 fault = await self._fault(tier, lane, began)
         finally:
+            self._note_service(tier, lane)
             if not consuming.done():
                 consuming.cancel()
                 await asyncio.wait([consuming], timeout=STOP_S)
         error = consuming.exception() if consuming.done() and not consuming.cancelled() else None
-        if error is not None and tier not in self._served:
+        if error is not None and tier not in self._served and not lane.draining:
             raise error
         fault = fault or (error and repr(error))
         if fault is not None:
             await lane.discard()
         return fault
+
+    def _note_service(self, tier: str, lane: KafkaLane) -> None:
+        if lane.assigned.is_set():
+            self._served.add(tier)
 
     async def _fault(self, tier: str, lane: KafkaLane, began: float) -> str | None:
         if lane.broken:

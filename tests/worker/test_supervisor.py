@@ -240,6 +240,8 @@ wait_for(signal.SIGTERM); sys.exit(5)
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         assert "torch" not in maps
         assert "pydantic" not in maps
+        threads = Path(f"/proc/{process.pid}/status").read_text().partition("Threads:")[2].split()[0]
+        assert threads == "1", "a worker would hear of its death more than once"
         assert await process.stdout.readline() == b"reported\n"
         process.terminate()
         assert await process.wait() == 5
