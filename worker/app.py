@@ -69,6 +69,7 @@ class Worker:
         self._drain_timeout = config.drain_timeout
         on_step = self._log_step if config.step_log else None
         self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
+        self.lanes: dict[str, KafkaLane] = {}  # from `run` on
         self._joined = joined
         self._health = health or Health(config.stuck_after)
         self._health.model_loaded(self.engine)
@@ -92,7 +93,7 @@ class Worker:
 
     async def _serve(self, connections: KafkaConnections, replies: KafkaReplies, tasks: asyncio.TaskGroup) -> None:
         config = self._config
-        lanes: dict[str, KafkaLane] = {}
+        lanes = self.lanes
         server = RequestServer(self._server_config(), self._model, self.engine, replies, lanes, tasks)
 
         def new_lane(tier: str) -> KafkaLane:

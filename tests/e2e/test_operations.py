@@ -19,13 +19,22 @@ import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from schemas.connection import KafkaConnection
+from schemas.records import Tokens
+from service.client import Client
 from service.kafka import TopicAdmin
 from service.lane_status import ServiceStatus, read_status
+from service.topics import create_topics
 from tests.e2e.test_survival import LANES, read_all
 from tests.e2e.workers import WorkerProcess, producing
+from worker.app import Worker
+from worker.config import WorkerConfig
+from worker.health import Health
+from worker.start import build
 
 LIMIT_S = 90
 LONG_SESSION = ("--session-timeout-ms", "45000")  # so that what comes earlier is not the session's end
+
+LONG = {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
 
 
 async def until(condition: Callable[[], Any | Awaitable[Any]], what: str) -> Any:
@@ -247,3 +256,40 @@ async def test_a_port_that_is_taken_is_one_sentence(tmp_path: Path):
     assert process.returncode == 1
     assert stderr.decode().startswith(f"carousel worker: --metrics-port {port} of 127.0.0.1 cannot be had: ")
     assert stderr.count(b"\n") == 1
+
+
+@pytest.mark.kafka
+async def test_a_dead_consumer_is_replaced_under_load(kafka: Any):
+    """A lane's fetching ends without a word, as aiokafka's does: the lane gets a new consumer, requests that ran go on
+    from their reply logs, and the other lanes do not notice."""
+    await create_topics(KafkaConnection(bootstrap=kafka.bootstrap), lane_prefix="dead.", partitions=2)
+    config = WorkerConfig(
+        bootstrap=kafka.bootstrap,
+        lane_prefix="dead.",
+        model="tiny",
+        num_threads=1,
+        num_blocks=1024,
+        session_timeout_ms=6000,
+    )
+    ready, health = asyncio.Event(), Health(config.stuck_after)
+    worker = Worker(config, *build(config), on_ready=ready.set, health=health)
+    running = asyncio.create_task(worker.run())
+    async with asyncio.timeout(LIMIT_S):
+        await ready.wait()
+        async with Client(kafka.bootstrap, lane_prefix="dead.") as client:
+            streams = {tier: client.stream(prompt=f"Go on, {tier}", tier=tier, **LONG) for tier in LANES}
+            events = {tier: aiter(stream) for tier, stream in streams.items()}
+            for each in events.values():
+                while not isinstance(await anext(each), Tokens):
+                    pass
+            before = dict(worker.lanes)
+            worker.lanes["standard"]._consumer._fetcher._fetch_task.cancel()
+            answers = {tier: await streams[tier].completion() for tier in LANES}
+            assert {len(answer.token_ids) for answer in answers.values()} == {LONG["max_tokens"]}
+            again = await client.complete(prompt="Again", tier="standard", max_tokens=3, ignore_eos=True)
+            assert len(again.token_ids) == 3
+        replaced = [tier for tier in LANES if worker.lanes[tier] is not before[tier]]
+        assert replaced == ["standard"]
+        assert health.stuck() == []
+        worker.stop()
+        await running

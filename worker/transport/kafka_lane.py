@@ -87,8 +87,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     @property
     def draining(self) -> bool:
-        """Whether it was told to end."""
-        return self._draining or self._stopping.is_set()
+        """Whether it was told to end: it takes nothing more in."""
+        return self._draining
 
     @property
     def broken(self) -> bool:
@@ -133,6 +133,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     def stop(self) -> None:
         """Ends `run` after a last commit."""
+        self._draining = True
         self._stopping.set()
 
     async def discard(self) -> None:
