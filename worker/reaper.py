@@ -34,7 +34,7 @@ class Reaper:
         age: float,
         has_lease: Callable[[], bool],
     ) -> None:
-        self._command = [sys.executable, "-m", "service", "reap", "--older-than", f"{age:g}s", "--yes", "--json"]
+        self._command = [sys.executable, "-m", "service", "reap", "--older-than", f"{age:.3f}s", "--yes", "--json"]
         self._command += ["--reply-prefix", reply_prefix, "--lane-prefix", lane_prefix]
         self._environment = os.environ | connection.environment()
         self._interval = min(age, MAX_INTERVAL_S)
