@@ -31,6 +31,7 @@ from worker.transport.leave_group import leave_groups
 LEAVE_S = 5.0  # for all groups together; without a broker nobody waits for it
 AT_ONCE_S = 5.0  # after a second signal
 LAST_REPORTS_S = 1.0
+MAX_DOUBLINGS = 64  # a float has room for a thousand, and a worker may die more often
 
 Leave = Callable[[Mapping[str, str]], Awaitable[Mapping[str, str]]]
 Say = Callable[..., None]
@@ -88,7 +89,7 @@ class Restarts:
             return None
         if ready_for is not None and ready_for >= self._stable:
             self._num_quick = 0
-        pause = min(self._first * 2**self._num_quick, self._most)
+        pause = min(self._first * 2.0 ** min(self._num_quick, MAX_DOUBLINGS), self._most)
         self._num_quick += 1
         return pause
 

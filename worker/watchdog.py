@@ -75,7 +75,7 @@ class LaneWatchdog:
         consuming = asyncio.create_task(lane.run(), name=f"consume {tier}")
         began = asyncio.get_running_loop().time()
         try:
-            fault = None
+            fault: str | None = None
             while fault is None and not (await asyncio.wait([consuming], timeout=CHECK_S))[0]:
                 self._note_service(tier, lane)
                 fault = await self._fault(tier, lane, began)
@@ -87,10 +87,10 @@ class LaneWatchdog:
         error = consuming.exception() if consuming.done() and not consuming.cancelled() else None
         if error is not None and tier not in self._served and not lane.draining:
             raise error
-        fault = fault or (error and repr(error))
-        if fault is not None:
-            await lane.discard()
-        return fault
+        if fault is None and lane.draining and error is None:
+            return None
+        await lane.discard()
+        return fault or (repr(error) if error is not None else "the poll loop has ended")
 
     def _note_service(self, tier: str, lane: KafkaLane) -> None:
         if lane.assigned.is_set():

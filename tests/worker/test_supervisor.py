@@ -175,6 +175,7 @@ def test_pauses_double_and_a_stable_life_resets_them():
     assert [restarts.died(now, 1.0) for now in range(4)] == [0.5, 1.0, 2.0, 3.0]
     assert restarts.died(100.0, 61.0) == 0.5
     assert restarts.died(101.0, 0.1) == 1.0
+    assert {restarts.died(200.0, 0.1) for _ in range(2000)} == {2.0, 3.0}
 
 
 def test_only_deaths_in_a_row_without_ready_are_a_crash_loop():

@@ -62,6 +62,11 @@ async def die(lane: FakeLane) -> None:
     raise RuntimeError("the poll loop has ended")
 
 
+async def return_early(lane: FakeLane) -> None:
+    """Ends without an error, and without having been told to."""
+    lane.assigned.set()
+
+
 async def refuse(lane: FakeLane) -> None:
     raise RuntimeError("not authorised")
 
@@ -106,7 +111,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("life", "silence_limit"), [(die, 1000.0), (break_down, 1000.0), (hang, 0.05)], ids=["ended", "broken", "silent"]
+    ("life", "silence_limit"),
+    [(die, 1000.0), (return_early, 1000.0), (break_down, 1000.0), (hang, 0.05)],
+    ids=["died", "ended", "broken", "silent"],
 )
 async def test_a_dead_consumer_is_replaced(life: Callable, silence_limit: float):
     """The poll loop ended, a task of the consumer ended, or nothing has moved for too long."""
