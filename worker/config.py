@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from schemas.connection import ENV_PREFIX, KafkaSettings
 from schemas.topics import (
+    DEFAULT_GROUP_PREFIX,
     DEFAULT_LANE_PREFIX,
     DEFAULT_REPLY_PREFIX,
     DEFAULT_REPLY_TOPIC,
@@ -99,7 +100,7 @@ class WorkerConfig(KafkaSettings):
         DEFAULT_REPLY_TOPIC, description="Where answers go that name no reply topic, if that topic exists."
     )
     usage_topic: str = Field(USAGE_TOPIC, description="One record per finished request, for billing.")
-    group_prefix: str = Field("carousel.", description="A lane's consumer group is PREFIX + its topic.")
+    group_prefix: str = Field(DEFAULT_GROUP_PREFIX, description="A lane's consumer group is PREFIX + its topic.")
     tiers: dict[str, Tier] = DEFAULT_TIERS
     tenants: dict[TenantName, Tenant] = Field(default_factory=dict)
     default_tenant: Tenant = Field(Tenant(), description="Of each tenant that has no table of its own.")
@@ -136,6 +137,34 @@ class WorkerConfig(KafkaSettings):
         30.0, description="Seconds after SIGTERM for what runs; the rest is resumed by the next owner."
     )
 
+    stop_grace_period: Seconds = Field(
+        75.0,
+        description="Seconds after SIGTERM in which the worker ends by itself: what your orchestrator waits before it "
+        "kills. The supervisor kills a worker that is stuck a little earlier.",
+    )
+    supervisor: bool = Field(
+        True,
+        description="Run the worker as the child of a small process that hands its work over within about a second "
+        "when it dies, and starts it again.",
+    )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="Serve /livez and /readyz over HTTP on this port; 0: any. Default: off."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="The address for --metrics-port; 0.0.0.0 where probes come from outside."
+    )
+    stuck_after: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds without progress of the event loop, a step or a lane after which /livez fails.",
+    )
+    reap_after: float | None = Field(
+        None,
+        gt=0,
+        description="Delete reply topics of requests that ended so many seconds ago, as `carousel reap` does; one "
+        "worker at a time does it. Needs the right to delete them. Default: never.",
+    )
+
     step_log: Path | None = Field(None, description="Append one JSON line per engine step to this file.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
@@ -146,6 +175,8 @@ class WorkerConfig(KafkaSettings):
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs: every seat decodes in every step")
         if self.drain_timeout * 1000 >= self.rebalance_timeout_ms:
             raise ValueError("drain_timeout must be shorter than rebalance_timeout_ms")
+        if self.rebalance_timeout_ms >= self.stop_grace_period * 1000:
+            raise ValueError("rebalance_timeout_ms must be shorter than stop_grace_period: raise --stop-grace-period")
         for name, tier in self.tiers.items():
             if name != tier.name:
                 raise ValueError(f"[tiers.{name}] is named {tier.name!r}")

@@ -92,6 +92,7 @@ class EngineLoop:
         self._streams: dict[str, EventStream] = {}
         self._wake = asyncio.Event()
         self._stopping = False
+        self.step_began: float | None = None  # of the step that is being executed, on `clock`
 
     @property
     def scheduler(self) -> Scheduler:
@@ -134,8 +135,9 @@ class EngineLoop:
                 if plan is None:
                     await self._idle()
                     continue
-                began = self.clock.now()
+                began = self.step_began = self.clock.now()
                 outcome = await self._execute(plan, step_thread)
+                self.step_began = None
                 if self._step_model is not None:
                     self._step_model.observe_plan(plan, self.clock.now() - began)
                 events = self._scheduler.apply(outcome, self.clock.now())

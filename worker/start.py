@@ -1,6 +1,7 @@
 """From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
 `worker.model` must be imported before it, for the settings that it makes)."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from worker.engine.admission import Admission
 from worker.engine.cost import CostModel
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepBudget, StepModel
+from worker.health import Health, PortUnavailable
 from worker.levels import make_admission, make_queue, tier_policies
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
@@ -20,21 +22,41 @@ from worker.model.loader import LoadedModel, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
+from worker.supervised import SupervisorLink
 from worker.telemetry import start_telemetry
 from worker.transport.kafka_connections import KafkaUnavailable
 
 log = structlog.get_logger(__name__)
 
 
-async def start(config: WorkerConfig) -> None:
-    """Runs a worker until a signal. Ends the process with status 1 and a sentence when it cannot run."""
+async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> None:
+    """Runs a worker until a signal. Ends the process with status 1 and a sentence when it cannot run.
+
+    link: to the supervisor, if there is one.
+    """
     start_telemetry(config.worker, config.log_level, config.log_format == "json")
+    health = Health(config.stuck_after)
+
+    def on_ready() -> None:
+        print("ready", flush=True)
+        if link is not None:
+            link.ready()
+
     try:
-        await check_kafka(config)  # first: a wrong address should not cost the time to load a model
-        await run_until_signal(Worker(config, *build(config), on_ready=_print_ready))
-    except* (ModelError, KafkaUnavailable) as group:
+        with contextlib.ExitStack() as stack:
+            if config.metrics_port is not None:
+                from worker.health_server import serving_health  # not everybody pays for it
+
+                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port))
+            await check_kafka(config)  # first: a wrong address should not cost the time to load a model
+            joined = link.joined if link is not None else lambda group, member: None
+            worker = Worker(config, *build(config), on_ready=on_ready, health=health, joined=joined)
+            await run_until_signal(worker, link)
+    except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
         for error in _leaves(group):
             print(f"carousel worker: {error}", file=sys.stderr)
+        if link is not None:
+            link.refused()
         raise SystemExit(1) from None
 
 
@@ -75,7 +97,6 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         num_host_blocks=num_host_blocks,
     )
     facts, step_model = model_facts(loaded), StepModel()
-    copy_out, copy_in = runner.measure_copies()
     log.info(
         "model.loaded",
         model=loaded.name,
@@ -85,32 +106,22 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         kv_tokens=num_blocks * config.block_size,
         kv_bytes=num_blocks * config.block_size * loaded.bytes_per_token,
         threads=num_threads,
-        swap_gb_per_s=round(config.block_size * loaded.bytes_per_token / max(copy_out, 1e-9) / 1e9, 1),
     )
     queue = make_queue(config, step_model)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=facts.max_model_len,
-            num_host_blocks=num_host_blocks,
-            capacity=config.capacity,
-            preemption=config.preemption,
-            prefix_caching=config.prefix_caching,
-            tiers=tier_policies(config),
-        ),
-        queue,
-        CostModel(
-            copy_out_seconds_per_block=copy_out,
-            copy_in_seconds_per_block=copy_in,
-            prefill_seconds=lambda num_tokens, _before: step_model.prefill_seconds(
-                num_tokens, config.max_num_batched_tokens
-            ),
-        ),
-        StepBudget(step_model),
+    scheduler_config = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=facts.max_model_len,
+        num_host_blocks=num_host_blocks,
+        capacity=config.capacity,
+        preemption=config.preemption,
+        prefix_caching=config.prefix_caching,
+        tiers=tier_policies(config),
     )
+    cost = _cost_model(runner, step_model, config.max_num_batched_tokens)
+    scheduler = Scheduler(scheduler_config, queue, cost, StepBudget(step_model))
 
     def load() -> tuple[int, int]:
         stats = scheduler.stats()
@@ -119,13 +130,20 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
     return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
 
 
+def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:
+    """Copies as they are measured now, prefills as steps will show."""
+    copy_out, copy_in = runner.measure_copies()
+    log.info("copies.measured", out_us_per_block=round(copy_out * 1e6, 1), in_us_per_block=round(copy_in * 1e6, 1))
+    return CostModel(
+        copy_out_seconds_per_block=copy_out,
+        copy_in_seconds_per_block=copy_in,
+        prefill_seconds=lambda num_tokens, _before: step_model.prefill_seconds(num_tokens, chunk),
+    )
+
+
 def model_facts(loaded: LoadedModel) -> ModelFacts:
     return ModelFacts(loaded.name, loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids, loaded.tokenizer)
 
 
 def _log_progress(what: str, share: float) -> None:
     log.info("model.progress", doing=what, percent=round(share * 100))
-
-
-def _print_ready() -> None:
-    print("ready", flush=True)

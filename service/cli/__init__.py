@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
-from service.cli import topics
+from service.cli import dlq, topics
 from service.cli.broker import broker
+from service.cli.cancel import cancel
 from service.cli.demo import demo
+from service.cli.reap import reap
 from service.cli.simulate import simulate
+from service.cli.status import status
 from service.cli.submit import submit
 
 app = typer.Typer(
@@ -66,6 +69,10 @@ def worker(context: typer.Context) -> None:
 
 
 app.command()(submit)
+app.command()(cancel)
+app.command()(status)
+app.add_typer(dlq.app, name="dlq")
+app.command()(reap)
 app.command()(simulate)
 
 

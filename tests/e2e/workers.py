@@ -1,6 +1,7 @@
 """Worker processes under a test's control, and requests as any Kafka client makes them."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgpack
 from aiokafka import AIOKafkaProducer
@@ -22,11 +23,15 @@ READY_S = 90
 
 
 class WorkerProcess:
-    """`python -m worker` with the tiny model; started by `start`, which waits for `ready`."""
+    """`python -m worker` with the tiny model; started by `start`, which waits for `ready`.
+
+    Without a supervisor, so that a kill is a kill; the argument --supervisor is for the tests of that.
+    """
 
     def __init__(self, bootstrap: str, log: Path, *arguments: str) -> None:
         self._command = [sys.executable, "-m", "worker", "--bootstrap", bootstrap, "--model", "tiny"]
-        self._command += ["--num-threads", "1", "--num-blocks", "4096", "--session-timeout-ms", "6000", *arguments]
+        self._command += ["--num-threads", "1", "--num-blocks", "4096", "--session-timeout-ms", "6000"]
+        self._command += ["--no-supervisor", *arguments]
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -40,6 +45,31 @@ class WorkerProcess:
             assert self._process.poll() is None, f"the worker ended: {self.log_text()[-2000:]}"
             assert time.monotonic() < deadline, f"the worker is not ready: {self.log_text()[-2000:]}"
             time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started: the supervisor, where there is one."""
+        assert self._process is not None
+        return self._process.pid
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The lines of its log with this event."""
+        found = []
+        for line in self.log_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [line for line in found if isinstance(line, dict) and line.get("event") == event]
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float = 45) -> int:
+        """The exit status."""
+        assert self._process is not None
+        status = self._process.wait(timeout)
+        self._close()
+        return status
 
     def kill(self) -> None:
         """kill -9."""
@@ -59,6 +89,17 @@ class WorkerProcess:
             self._process.wait()
             self._close()
         return status
+
+    def end(self) -> None:
+        """Whatever it does now: SIGTERM twice, then SIGKILL. For the end of a test that has failed."""
+        if self._process is None:
+            return
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+            self._process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+                break
+        self._close()
 
     def _close(self) -> None:
         assert self._process is not None

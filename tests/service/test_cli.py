@@ -67,7 +67,7 @@ def test_help_lists_every_command() -> None:
     """The help names the commands, the worker too."""
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for name in ("demo", "broker", "topics", "worker", "submit"):
+    for name in ("demo", "broker", "topics", "worker", "submit", "cancel", "status", "dlq", "reap", "simulate"):
         assert re.search(rf"\b{name}\b", result.output)
 
 

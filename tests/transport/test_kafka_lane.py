@@ -1,6 +1,7 @@
 """What a lane knows of itself after a re-balance, with a consumer that does nothing."""
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 from aiokafka import TopicPartition
@@ -17,6 +18,7 @@ class IdleConsumer:
     """The calls of a re-balance."""
 
     _group_id = "group"
+    _coordinator = SimpleNamespace(member_id="member-1")
 
     async def beginning_offsets(self, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(partitions, 0)

@@ -21,6 +21,7 @@ from schemas.connection import KafkaConnection
 
 UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
+REACH_S = 5.0
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -208,6 +209,15 @@ class KafkaConnections:
             missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
             found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
         return found
+
+    async def reachable(self) -> bool:
+        """Whether a broker answers within a few seconds."""
+        try:
+            async with asyncio.timeout(REACH_S):
+                await self._describe([])
+        except (KafkaError, OSError, TimeoutError):
+            return False
+        return True
 
     def forget_topic(self, topic: str) -> None:
         """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""

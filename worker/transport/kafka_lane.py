@@ -41,6 +41,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         num_partitions: how many the lane has now.
         max_outstanding: records per partition that are taken in and not done.
         max_outstanding_bytes: of such records' values, in all partitions.
+        joined: called with (group, member id) at every assignment.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         max_outstanding: int,
         max_outstanding_bytes: int,
         commit_interval: float,
+        joined: Callable[[str, str], None] = lambda group, member: None,
     ) -> None:
         self.tier = tier
         self.topic = topic
@@ -71,6 +73,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._max_outstanding = max_outstanding
         self._max_outstanding_bytes = max_outstanding_bytes
         self._commit_interval = commit_interval
+        self._joined = joined
         self._trackers: dict[TopicPartition, OffsetTracker] = {}
         self._last_commit: dict[TopicPartition, OffsetAndMetadata] = {}
         # Held from revocation to assignment: a commit in between is answered IllegalGeneration, aiokafka then drops
@@ -80,7 +83,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._assigned = asyncio.Event()
         self._stopping = asyncio.Event()
         self._draining = False
-        self.polled_at = 0.0  # event loop time of the last poll that returned
+        self.polled_at = 0.0  # event loop time of the last poll, whatever came of it
 
     @property
     def num_outstanding(self) -> int:
@@ -90,6 +93,25 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     def num_owned(self) -> int:
         """Partitions that this worker holds."""
         return len(self._trackers)
+
+    @property
+    def partitions(self) -> list[int]:
+        """Those that are assigned here."""
+        return [p.partition for p in self._trackers]
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to end: it takes nothing more in."""
+        return self._draining
+
+    @property
+    def broken(self) -> bool:
+        """Whether the consumer has lost a task that it cannot work without. aiokafka 0.14 tells nobody: polls go on,
+        and nothing comes any more."""
+        fetcher, coordinator = self._consumer._fetcher, self._consumer._coordinator
+        if self._stopping.is_set() or fetcher is None:
+            return False
+        return bool(fetcher._fetch_task.done() or coordinator._coordination_task.done())
 
     @property
     def assigned(self) -> asyncio.Event:
@@ -119,12 +141,18 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             await self._consumer.stop()
 
     def drain(self) -> None:
-        """Takes nothing more in. The group's heartbeats and commits go on."""
+        """Takes nothing more in. The group's heartbeats and commits go on until all that was taken in is done; then
+        `run` ends, so that another worker has the lane at once."""
         self._draining = True
 
     def stop(self) -> None:
         """Ends `run` after a last commit."""
+        self._draining = True
         self._stopping.set()
+
+    async def discard(self) -> None:
+        """Closes the connections of a consumer that could not stop. `run` has ended or been cancelled."""
+        await self._consumer._client.close()
 
     async def _start(self) -> None:
         """Returns when the group has assigned partitions. Raises KafkaUnavailable."""
@@ -136,6 +164,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     async def _poll(self) -> None:
         failing = False
         while not self._stopping.is_set():
+            self.polled_at = asyncio.get_running_loop().time()
             try:
                 # Also while everything is paused: without polls the consumer leaves its group.
                 batch = await self._consumer.getmany(timeout_ms=POLL_MS)
@@ -151,7 +180,6 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 await asyncio.sleep(RETRY_S)
                 continue
             failing = False
-            self.polled_at = asyncio.get_running_loop().time()
             # Records of a new assignment can arrive before on_partitions_assigned has ended; they belong to trackers
             # that do not exist yet. Dropping them would look like a hole in the log.
             if not self._assigned.is_set():
@@ -159,6 +187,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             for partition, records in batch.items():
                 self._take(partition, records)
             self._apply_back_pressure()
+            if self._draining and not self.num_outstanding:
+                return
 
     async def _pass_unreadable(self) -> None:
         """A record's frame cannot be read (a header's name that is not UTF-8 is enough). aiokafka does not say which:
@@ -227,6 +257,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
         """Partitions that come back keep their tracker, and with it what runs here; others start from the commit."""
         assigned = sorted(assigned)
+        self._joined(self._consumer._group_id, self._consumer._coordinator.member_id)
         kept = {p: self._trackers[p] for p in assigned if p in self._trackers}
         new = [p for p in assigned if p not in kept]
         lost = [p for p in self._trackers if p not in kept]

@@ -7,12 +7,11 @@ One tracker lives as long as one ownership of its partition. Whoever holds a del
 acknowledgement from an earlier ownership changes a tracker that nobody commits any more.
 """
 
-from collections.abc import Iterator
 from enum import Enum
 
+from schemas.done_map import decode_done_map, encode_done_map
+
 MAX_METADATA_CHARS = 4096  # the broker's offset.metadata.max.bytes
-_VERSION = "1:"
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class Seen(Enum):
@@ -42,7 +41,7 @@ class OffsetTracker:
         self.num_bytes = 0  # of the records that are outstanding
         self.num_outstanding = 0  # records taken in and not done
         self._hole_at: tuple[int, int] | None = None
-        offsets = _decode(position, metadata)
+        offsets = decode_done_map(position, metadata)
         if offsets:
             *still_open, self._known_until = offsets
             self._open = dict.fromkeys(still_open)
@@ -56,7 +55,7 @@ class OffsetTracker:
     def metadata(self) -> str:
         """The done map above `position`, to be committed with it."""
         end = max(self.expected, self._known_until)
-        return _encode(self.position, [*self._open, end]) if self.position < end else ""
+        return encode_done_map(self.position, [*self._open, end]) if self.position < end else ""
 
     @property
     def is_full(self) -> bool:
@@ -98,39 +97,3 @@ class OffsetTracker:
         del self._open[offset]
         self.num_outstanding -= 1
         self.num_bytes -= num_bytes
-
-
-def _encode(position: int, offsets: list[int]) -> str:
-    """Ascending offsets as differences in base 36: `position` itself is the commit, so it is left out."""
-    numbers = []
-    for offset in offsets:
-        if offset > position:
-            numbers.append(_base36(offset - position))
-            position = offset
-    return _VERSION + ",".join(numbers)
-
-
-def _decode(position: int, metadata: str) -> list[int]:
-    """The offsets that `_encode` was given, or [] when there are none or they make no sense."""
-    if not metadata.startswith(_VERSION):
-        return []
-    try:
-        return [position, *_running_sums(position, [int(n, 36) for n in metadata[len(_VERSION) :].split(",")])]
-    except ValueError:
-        return []
-
-
-def _running_sums(total: int, steps: list[int]) -> Iterator[int]:
-    for step in steps:
-        if step <= 0:
-            raise ValueError("offsets ascend")
-        total += step
-        yield total
-
-
-def _base36(n: int) -> str:
-    digits = ""
-    while n:
-        n, d = divmod(n, 36)
-        digits = _DIGITS[d] + digits
-    return digits

@@ -1,0 +1,159 @@
+"""`carousel dlq`: the records that no worker could serve."""
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+
+from schemas.connection import KafkaConnection
+from schemas.dead_letters import DEAD_LETTER_HEADERS
+from schemas.topics import DEFAULT_LANE_PREFIX
+from service.cli.connection import with_connection
+from service.cli.running import run
+from service.cli.tables import console, printable, table
+from service.dead_letters import Position, list_dead_letters, read_dead_letters, redrive
+
+_LanePrefix = Annotated[str, typer.Option(help="The dead-letter topic is PREFIX + dlq.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+_Reason = Annotated[str | None, typer.Option(help="Only those with this reason.")]
+_POSITION_HELP = "PARTITION:OFFSET as `carousel dlq list` shows it."
+_MOST = 100_000
+
+app = typer.Typer(
+    help="Look at dead letters, and send them back to their lanes.\n\n"
+    "A record lands here when no attempt can serve it: it cannot be decoded, or names no usable reply topic.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@app.command("list")
+@with_connection
+def list_(
+    connection: KafkaConnection,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="The newest so many.")] = 50,
+    reason: _Reason = None,
+    as_json: _AsJson = False,
+    lane_prefix: _LanePrefix = DEFAULT_LANE_PREFIX,
+) -> None:
+    """List the newest dead letters, newest last.
+
+    Shows where each came from and why it is here; never what is in it. `carousel dlq show` does.
+
+    Examples: `carousel dlq list`, `carousel dlq list --reason reply_to_missing --json`
+    """
+
+    async def main() -> None:
+        letters = await list_dead_letters(connection, lane_prefix=lane_prefix, limit=limit, reason=reason)
+        if as_json:
+            typer.echo(json.dumps([letter.to_fields() for letter in letters], indent=1))
+            return
+        if not letters:
+            typer.echo("no dead letters" + (f" with reason {reason}" if reason else ""))
+            return
+        out = console()
+        rows = table("position", "time (UTC)", "reason", "from", "request", "message")
+        for letter in letters:
+            fields = letter.to_fields()
+            words = (fields["reason"], letter.source, letter.correlation_id, fields["message"])
+            rows.add_row(str(letter.position), _time(letter.at_ms), *map(printable, words))
+        out.print(rows)
+
+    run(main())
+
+
+@app.command()
+@with_connection
+def show(
+    connection: KafkaConnection,
+    position: Annotated[str, typer.Argument(help=_POSITION_HELP)],
+    as_json: _AsJson = False,
+    lane_prefix: _LanePrefix = DEFAULT_LANE_PREFIX,
+) -> None:
+    """Show one dead letter in full: headers, key and value. The value may hold somebody's prompt.
+
+    Example: carousel dlq show 0:17
+    """
+    asked = _position(position)
+
+    async def main() -> None:
+        (letter,) = await read_dead_letters(connection, [asked], lane_prefix=lane_prefix)
+        fields = letter.to_fields() | {
+            "headers": [[name, _readable(name, value)] for name, value in letter.headers],
+            "key": None if letter.key is None else printable(letter.key).plain,
+            "value": letter.body() if letter.body() is not None else printable(letter.value or b"").plain,
+        }
+        if as_json:
+            typer.echo(json.dumps(fields, indent=1, default=repr))
+            return
+        for name in ("reason", "message", "source", "key"):
+            typer.echo(f"{name}: {printable(fields[name] or '')}")
+        typer.echo("headers:")
+        for name, value in fields["headers"]:
+            typer.echo(f"  {name}: {value}")
+        typer.echo("value: " + json.dumps(fields["value"], indent=1, ensure_ascii=False, default=repr))
+
+    run(main())
+
+
+@app.command("redrive")
+@with_connection
+def redrive_(
+    connection: KafkaConnection,
+    positions: Annotated[list[str] | None, typer.Argument(metavar="[POSITION]...", help=_POSITION_HELP)] = None,
+    every: Annotated[bool, typer.Option("--all", help="All of them; with --reason, those with that reason.")] = False,
+    reason: _Reason = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="With --all: do it. Without, only say what would be done.")
+    ] = False,
+    lane_prefix: _LanePrefix = DEFAULT_LANE_PREFIX,
+) -> None:
+    """Send dead letters back to the lanes that they came from, as they were.
+
+    For records that can be served now: the fault was the worker's and is mended, or the reply topic exists by now. A
+    caller who has been told of the error stays told: the answer has ended, and a second attempt finds that. The dead
+    letter stays where it is, since Kafka's records do; redriving it twice publishes it twice.
+
+    Examples: `carousel dlq redrive 0:17 0:18`, `carousel dlq redrive --all --reason internal --yes`
+    """
+    if every == bool(positions):
+        raise typer.BadParameter("give positions, or --all")
+    if reason is not None and not every:
+        raise typer.BadParameter("--reason needs --all")
+    asked = [_position(each) for each in positions or ()]
+
+    async def main() -> None:
+        if every:
+            letters = await list_dead_letters(connection, lane_prefix=lane_prefix, limit=_MOST, reason=reason)
+        else:
+            letters = await read_dead_letters(connection, asked, lane_prefix=lane_prefix)
+        if not every or yes:
+            await redrive(connection, letters, lane_prefix=lane_prefix)
+        for letter in letters:
+            verb = "redriven" if not every or yes else "would redrive"
+            typer.echo(f"{verb} {letter.position} to {printable(letter.text('kafka_dlt-original-topic'))}")
+        if every and not yes:
+            typer.echo(f"{len(letters)} dead letters; --yes redrives them")
+
+    run(main())
+
+
+def _position(text: str) -> Position:
+    try:
+        return Position.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _readable(name: str, value: bytes | None) -> Any:
+    """A header's value as text; the integers that Spring writes as such."""
+    if value is None:
+        return None
+    if name in DEAD_LETTER_HEADERS and name.rpartition("-")[2] in ("partition", "offset", "timestamp"):
+        return int.from_bytes(value, signed=True)
+    return printable(value).plain
+
+
+def _time(at_ms: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at_ms / 1000))

@@ -1,0 +1,194 @@
+"""The dead-letter topic for operators: what is on it, one record in full, and back to its lane."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiokafka import AIOKafkaProducer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+
+from schemas.codec import ContentType, decode_map
+from schemas.connection import KafkaConnection
+from schemas.dead_letters import DEAD_LETTER_HEADERS
+from schemas.errors import DecodeError
+from schemas.headers import CORRELATION_ID_NAMES
+from schemas.topics import control_topic, dlq_topic
+from service.errors import LaneMissing, PublishFailed, ServiceError
+from service.kafka import start_producer, stop_producer
+from service.topic_reader import TopicReader
+
+_TRUNCATED = "truncated_from"
+
+
+class NoSuchDeadLetter(ServiceError):
+    """There is no record at that position of the dead-letter topic, any more or yet."""
+
+
+class NotRedrivable(ServiceError):
+    """The record cannot go back to where it came from. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Where a dead letter is: PARTITION:OFFSET."""
+
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}:{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Position":
+        """Reads PARTITION:OFFSET, or OFFSET in partition 0. Raises ValueError that says so."""
+        partition, colon, offset = text.rpartition(":")
+        if not (offset.isdecimal() and (partition.isdecimal() if colon else not partition)):
+            raise ValueError(f"{text!r} is no position: give PARTITION:OFFSET, for example 0:17")
+        return cls(int(partition or 0), int(offset))
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A record of the dead-letter topic. `headers`: all of them; a worker's own come last."""
+
+    position: Position
+    at_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+
+    def header(self, name: str) -> bytes | None:
+        return dict(self.headers).get(name)
+
+    def text(self, name: str) -> str:
+        return (self.header(name) or b"").decode(errors="replace")
+
+    @property
+    def source(self) -> str:
+        """Where it came from, TOPIC/PARTITION:OFFSET."""
+        partition, offset = (_number(self.header(f"kafka_dlt-original-{name}")) for name in ("partition", "offset"))
+        return f"{self.text('kafka_dlt-original-topic')}/{partition}:{offset}"
+
+    @property
+    def correlation_id(self) -> str:
+        """As the caller gave it, under whatever name; "" when it gave none."""
+        return next((self.text(name) for name in CORRELATION_ID_NAMES if self.header(name) is not None), "")
+
+    @property
+    def original_headers(self) -> list[tuple[str, bytes]]:
+        """What the producer wrote: everything before the worker's headers."""
+        names = [name for name, _ in self.headers]
+        first = len(names) - names[::-1].index(DEAD_LETTER_HEADERS[0]) - 1 if DEAD_LETTER_HEADERS[0] in names else None
+        return list(self.headers[:first])
+
+    def to_fields(self) -> dict[str, Any]:
+        return {
+            "position": str(self.position),
+            "at_ms": self.at_ms,
+            "reason": self.text("dlq_reason"),
+            "message": self.text("dlq_message"),
+            "source": self.source,
+            "correlation_id": self.correlation_id,
+            "bytes": len(self.value or b""),
+        }
+
+    def body(self) -> dict[str, object] | None:
+        """The value's map, or None when it cannot be decoded."""
+        for content_type in (self.text("content-type"), *ContentType):
+            try:
+                return decode_map(self.value, ContentType(content_type))
+            except (DecodeError, ValueError):
+                continue
+        return None
+
+
+async def list_dead_letters(
+    connection: KafkaConnection, *, lane_prefix: str, limit: int, reason: str | None = None
+) -> list[DeadLetter]:
+    """The newest ones, newest last; with `reason`, those among them. Raises LaneMissing, BrokerUnavailable, ..."""
+    async with TopicReader(connection) as reader:
+        bounds = await _bounds(reader, connection, lane_prefix)
+        ranges = {partition: (max(begin, end - limit), end) for partition, (begin, end) in bounds.items()}
+        found = [_dead_letter(record) async for record in reader.records(ranges)]
+    newest = sorted(found, key=lambda each: (each.at_ms, each.position))[-limit:]
+    return [each for each in newest if reason is None or each.text("dlq_reason") == reason]
+
+
+async def read_dead_letters(
+    connection: KafkaConnection, positions: Sequence[Position], *, lane_prefix: str
+) -> list[DeadLetter]:
+    """The records at these positions. Raises NoSuchDeadLetter, LaneMissing, BrokerUnavailable, NotAuthorized."""
+    async with TopicReader(connection) as reader:
+        bounds = await _bounds(reader, connection, lane_prefix)
+        found: list[DeadLetter] = []
+        for position in positions:
+            partition = TopicPartition(dlq_topic(lane_prefix), position.partition)
+            begin, end = bounds.get(partition, (0, 0))
+            ranges = {partition: (position.offset, position.offset + 1)} if begin <= position.offset < end else {}
+            records = [record async for record in reader.records(ranges)]
+            if not records:
+                raise NoSuchDeadLetter(
+                    f"nothing at {position} of {partition.topic}; partition {position.partition} has {begin} to "
+                    f"{end - 1}. `carousel dlq list` shows what is there"
+                    if begin < end
+                    else f"nothing at {position} of {partition.topic}: that partition is empty"
+                )
+            found += map(_dead_letter, records)
+    return found
+
+
+async def redrive(connection: KafkaConnection, letters: Sequence[DeadLetter], *, lane_prefix: str) -> None:
+    """Publishes records again where they came from, with the key, value and headers that they had.
+
+    Raises NotRedrivable, before anything is published, and PublishFailed, BrokerUnavailable, NotAuthorized.
+    """
+    async with TopicReader(connection) as reader:
+        topics = set(await reader.topics())
+    for letter in letters:
+        _check_redrivable(letter, topics, lane_prefix)
+    producer = await start_producer(connection, linger_ms=0, max_request_size=16 * 2**20, request_timeout_ms=10_000)
+    try:
+        for letter in letters:
+            await _publish(producer, letter)
+    finally:
+        await stop_producer(producer)
+
+
+def _check_redrivable(letter: DeadLetter, topics: set[str], lane_prefix: str) -> None:
+    topic = letter.text("kafka_dlt-original-topic")
+    others = {control_topic(lane_prefix), dlq_topic(lane_prefix)}
+    if not topic.startswith(lane_prefix) or topic in others:
+        raise NotRedrivable(f"{letter.position} did not come from a lane {lane_prefix}*, but from {topic or 'nowhere'}")
+    if topic not in topics:
+        raise NotRedrivable(f"{letter.position} came from {topic}, which does not exist any more")
+    if letter.header(_TRUNCATED) is not None:
+        raise NotRedrivable(f"{letter.position} was too large for the dead-letter topic: a part of it is missing")
+    if not letter.value:
+        raise NotRedrivable(f"{letter.position} holds no value: it was empty, or could not even be read")
+
+
+async def _publish(producer: AIOKafkaProducer, letter: DeadLetter) -> None:
+    topic = letter.text("kafka_dlt-original-topic")
+    try:
+        await producer.send_and_wait(topic, letter.value, key=letter.key, headers=letter.original_headers)
+    except KafkaError as error:
+        raise PublishFailed(f"{topic} did not take {letter.position}: {error!r}") from error
+
+
+async def _bounds(
+    reader: TopicReader, connection: KafkaConnection, lane_prefix: str
+) -> dict[TopicPartition, tuple[int, int]]:
+    topic = dlq_topic(lane_prefix)
+    topics = await reader.topics()
+    if topic not in topics:
+        raise LaneMissing(f"no topic {topic} at {connection.bootstrap}; --lane-prefix, or `carousel topics create`")
+    return await reader.bounds(topics[topic])
+
+
+def _dead_letter(record: ConsumerRecord[bytes | None, bytes | None]) -> DeadLetter:
+    headers = tuple((name, value) for name, value in record.headers)
+    return DeadLetter(Position(record.partition, record.offset), record.timestamp, record.key, record.value, headers)
+
+
+def _number(raw: bytes | None) -> str:
+    return "?" if raw is None else str(int.from_bytes(raw, signed=True))

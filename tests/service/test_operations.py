@@ -1,0 +1,351 @@
+"""The operators' commands against the embedded broker: cancel, status, dlq, reap."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import structlog
+from aiokafka import AIOKafkaProducer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from schemas.codec import ContentType
+from schemas.connection import KafkaConnection
+from schemas.dead_letters import dead_letter_headers
+from schemas.reasons import FinishReason
+from schemas.records import Begin, Cancel, End, InputRef, ReplyRecord, Tokens, decode_control, encode_reply, event_of
+from service.broker import EmbeddedBroker
+from service.cli import app
+from service.dead_letters import Position
+from service.kafka import TopicAdmin, TopicSpec
+from service.topics import create_topics
+
+SOURCE = InputRef("prompts.standard", 2, 7, 1000)
+
+
+class Cluster:
+    """Lanes of a test's own, and records as workers and callers write them. Methods run a loop each."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self.connection = KafkaConnection(bootstrap=bootstrap)
+        self.name = uuid.uuid4().hex[:8]
+        self.lane_prefix = f"l{self.name}."
+        self.reply_prefix = f"r{self.name}."
+        asyncio.run(self._create())
+
+    async def _create(self) -> None:
+        await create_topics(self.connection, lane_prefix=self.lane_prefix, partitions=2)
+
+    def carousel(self, *arguments: str, replies: bool = False) -> Result:
+        """Runs the command in this process."""
+        where = ["--bootstrap", self.connection.bootstrap, "--lane-prefix", self.lane_prefix]
+        if replies:
+            where += ["--reply-prefix", self.reply_prefix]
+        return CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, *where])
+
+    def create(self, *topics: str, partitions: int = 1) -> None:
+        async def main() -> None:
+            async with TopicAdmin(self.connection) as admin:
+                await admin.create([TopicSpec(topic, partitions) for topic in topics])
+
+        asyncio.run(main())
+
+    def topics(self) -> set[str]:
+        async def main() -> set[str]:
+            async with TopicAdmin(self.connection) as admin:
+                return set(await admin.list())
+
+        return asyncio.run(main())
+
+    def send(self, topic: str, *records: dict[str, Any]) -> None:
+        async def main() -> None:
+            async with self._producer() as producer:
+                for record in records:
+                    await producer.send_and_wait(topic, **record)
+
+        asyncio.run(main())
+
+    def write_log(self, request_id: str, *records: ReplyRecord, age: float = 0.0, topic: str | None = None) -> str:
+        """Creates a reply topic with these records, `age` seconds old."""
+        topic = topic or self.reply_prefix + request_id
+        self.create(topic)
+        at = round((time.time() - age) * 1000)
+        rows = [
+            {
+                "value": encode_reply(record, ContentType.MSGPACK),
+                "headers": [
+                    ("correlation_id", request_id.encode()),
+                    ("event", event_of(record).encode()),
+                    ("content-type", ContentType.MSGPACK.encode()),
+                ],
+                "timestamp_ms": at,
+            }
+            for record in records
+        ]
+        self.send(topic, *rows)
+        return topic
+
+    @contextlib.asynccontextmanager
+    async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
+        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap)
+        await producer.start()
+        try:
+            yield producer
+        finally:
+            await producer.stop()
+
+
+def begin(worker: str = "w1") -> Begin:
+    return Begin(False, worker, "tiny", 3, 7, 0.5, SOURCE)
+
+
+def end(attempt: int = 0) -> End:
+    return End(attempt, FinishReason.STOP)
+
+
+@pytest.fixture
+def cluster(broker: EmbeddedBroker) -> Iterator[Cluster]:
+    """Fresh lanes on the embedded broker; logging as it was afterwards."""
+    yield Cluster(broker.bootstrap)
+    structlog.reset_defaults()
+    client_log = logging.getLogger("aiokafka")
+    client_log.propagate = True
+    client_log.handlers.clear()
+
+
+COMMANDS = [
+    ["cancel", "x"],
+    ["status"],
+    ["dlq", "list"],
+    ["dlq", "show", "0:0"],
+    ["dlq", "redrive", "0:0"],
+]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["reap", "--older-than", "1h"]], ids=" ".join)
+def test_no_broker_is_one_sentence(command: list[str]) -> None:
+    """A Kafka that cannot be reached costs one line on stderr and the exit status 1."""
+    result = CliRunner().invoke(app, [*command, "--bootstrap", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("carousel: no Kafka at 127.0.0.1:1: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_missing_topics_say_what_to_do(broker: EmbeddedBroker, command: list[str]) -> None:
+    """Where there are no lanes, every command names the one that makes them."""
+    result = CliRunner().invoke(app, [*command, "--bootstrap", broker.bootstrap, "--lane-prefix", "nowhere."])
+    assert result.exit_code == 1
+    assert "carousel topics create" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["cancel", "replies.abc"], "its request's id is abc"),
+        (["reap", "--older-than", "soon"], "for example 2h"),
+        (["reap"], "--older-than"),
+        (["dlq", "show", "first"], "PARTITION:OFFSET"),
+        (["dlq", "redrive"], "--all"),
+        (["dlq", "redrive", "0:1", "--all"], "--all"),
+        (["dlq", "redrive", "0:1", "--reason", "internal"], "--all"),
+    ],
+)
+def test_arguments_that_cannot_be(command: list[str], sentence: str) -> None:
+    """A usage error says what would be right, and nothing is asked of Kafka."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command, "--bootstrap", "127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert sentence in result.output
+
+
+@pytest.mark.parametrize(
+    "command", [["cancel"], ["status"], ["dlq"], ["dlq", "list"], ["dlq", "show"], ["dlq", "redrive"], ["reap"]]
+)
+def test_help_teaches(command: list[str]) -> None:
+    """Every command's help has an example, or lists its commands."""
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.output or "redrive" in result.output
+
+
+@pytest.mark.broker
+def test_cancel_is_published(cluster: Cluster) -> None:
+    """One control record per id, as any worker reads it."""
+    result = cluster.carousel("cancel", "abc", "d.e-f")
+    assert (result.exit_code, result.stdout.count("cancel published")) == (0, 2)
+    records = read_lane(cluster, f"{cluster.lane_prefix}control")
+    assert [decode_control(r.headers, r.value) for r in records] == [Cancel(b"abc"), Cancel(b"d.e-f")]
+
+
+@pytest.mark.broker
+def test_status_tells_lag_age_and_open_requests(cluster: Cluster) -> None:
+    """Records that are not done, oldest first, each with what its reply log says."""
+    p = cluster.reply_prefix
+    cluster.write_log("running", begin("w9"), Tokens(0, 0, 0, (5, 6, 7), "abc"))
+    cluster.write_log("ended", begin(), end())
+    cluster.create(f"{p}waiting", f"{p}team")
+    now = round(time.time() * 1000)
+
+    def record(request_id: str, topic: str, age: int, **headers: str) -> dict[str, Any]:
+        named = {"correlation_id": request_id, "reply_to": topic} | headers
+        pairs = [(name, value.encode()) for name, value in named.items()]
+        return {"value": msgpack.packb({"prompt": "x"}), "headers": pairs, "timestamp_ms": now - age * 1000}
+
+    cluster.send(
+        f"{cluster.lane_prefix}standard",
+        record("running", f"{p}running", 500, tenant="acme"),
+        record("ended", f"{p}ended", 400),
+        record("waiting", f"{p}waiting", 300),
+        record("gone", f"{p}gone", 200),
+        record("many", f"{p}team", 100),
+        record("\x1b[2Jbad", "elsewhere", 50),
+    )
+    result = cluster.carousel("status", "--json", replies=True)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    lanes = {lane["lane"]: lane for lane in found["lanes"]}
+    assert lanes.keys() == {"interactive", "standard", "batch"}
+    assert (lanes["standard"]["lag"], lanes["batch"]["lag"]) == (6, 0)
+    assert 499 <= lanes["standard"]["oldest_age_s"] < 700
+    assert lanes["batch"]["oldest_age_s"] is None
+    assert [(each["correlation_id"], each["state"]) for each in found["requests"]] == [
+        ("running", "running"),
+        ("ended", "ended"),
+        ("waiting", "waiting"),
+        ("gone", "caller gone"),
+        ("many", "shared log"),
+        ("", "unanswerable"),
+    ]
+    first = found["requests"][0]
+    assert (first["tenant"], first["worker"], first["num_tokens"]) == ("acme", "w9", 3)
+    assert found["workers"] == []
+    shown = cluster.carousel("status", "--requests", "2", replies=True).output
+    assert "carousel worker" in shown
+    assert "running" in shown
+    assert "waiting" not in shown
+
+
+@pytest.mark.broker
+def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
+    """A redriven record is back on its lane with the key, value and headers that its producer gave it."""
+    lane = f"{cluster.lane_prefix}batch"
+    own = [("correlation_id", b"abc"), ("kafka_dlt-original-topic", b"__consumer_offsets")]
+    value = msgpack.packb({"prompt": "secret"})
+    source = InputRef(lane, 1, 41, 1_700_000_000_000)
+    letters = [
+        {"key": b"k", "value": value, "headers": dead_letter_headers(own, source, "internal", "it\x1b[2J broke")},
+        {"value": b"\xff\xfe", "headers": dead_letter_headers([], source, "invalid_request", "no map")},
+        {"value": value, "headers": dead_letter_headers([], InputRef("usage", 0, 0, 0), "internal", "hm")},
+    ]
+    cluster.send(f"{cluster.lane_prefix}dlq", *letters)
+
+    listed = json.loads(cluster.carousel("dlq", "list", "--json").stdout)
+    assert [each["reason"] for each in listed] == ["internal", "invalid_request", "internal"]
+    assert listed[0]["source"] == f"{lane}/1:41"
+    table = cluster.carousel("dlq", "list", "--reason", "internal").output
+    assert "abc" in table
+    assert "secret" not in table
+    assert "\x1b[2J" not in table
+    assert "invalid_request" not in table
+
+    shown = cluster.carousel("dlq", "show", "0:0").output
+    assert '"prompt": "secret"' in shown
+    assert "kafka_dlt-original-offset: 41" in shown
+    assert json.loads(cluster.carousel("dlq", "show", "1", "--json").stdout)["value"] == "0xfffe"
+    assert "0 to 2" in cluster.carousel("dlq", "show", "0:99").stderr
+
+    dry = cluster.carousel("dlq", "redrive", "--all", "--reason", "invalid_request")
+    assert "would redrive 0:1" in dry.output
+    assert json.loads(cluster.carousel("status", "--json").stdout)["lanes"][0]["lag"] == 0
+    assert "did not come from a lane" in cluster.carousel("dlq", "redrive", "0:0", "0:2").stderr
+    assert json.loads(cluster.carousel("status", "--json").stdout)["lanes"][0]["lag"] == 0
+    done = cluster.carousel("dlq", "redrive", "0:0")
+    assert done.stdout == f"redriven 0:0 to {lane}\n"
+    (record,) = read_lane(cluster, lane)
+    assert (record.key, record.value, list(record.headers)) == (b"k", value, own)
+
+
+def read_lane(cluster: Cluster, topic: str) -> list[Any]:
+    from service.topic_reader import TopicReader
+
+    async def main() -> list[Any]:
+        async with TopicReader(cluster.connection) as reader:
+            bounds = await reader.bounds((await reader.topics())[topic])
+            return [record async for record in reader.records(bounds)]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("text", "position"), [("3:17", Position(3, 17)), ("17", Position(0, 17))])
+def test_positions(text: str, position: Position) -> None:
+    """PARTITION:OFFSET; the partition may be left out."""
+    assert Position.parse(text) == position
+
+
+@pytest.mark.parametrize("text", ["", ":", "a:1", "1:", ":1", "-1:2", "1:2:3"])
+def test_positions_that_are_none(text: str) -> None:
+    """Anything else is refused with an example."""
+    with pytest.raises(ValueError, match="PARTITION:OFFSET"):
+        Position.parse(text)
+
+
+@pytest.mark.broker
+def test_reap_deletes_what_has_ended_and_nothing_else(cluster: Cluster) -> None:
+    """Old and ended goes, with --yes only. Young, open, unused, shared and foreign topics stay."""
+    p = cluster.reply_prefix
+    old = cluster.write_log("old", begin(), Tokens(0, 0, 0, (5,), "a"), end(), age=7200)
+    refused = cluster.write_log("refused", end(-1), age=9000)
+    cluster.write_log("young", begin(), end(), age=600)
+    cluster.write_log("open", begin(), Tokens(0, 0, 0, (5,), "a"), age=7200)
+    cluster.write_log("zombie", begin(), begin("w2"), end(0), age=7200)  # the end is a fenced attempt's
+    cluster.write_log("somebody", begin(), end(), age=7200, topic=f"{p}shared")
+    outside = cluster.write_log("outside", begin(), end(), age=7200, topic=f"other{cluster.name}.outside")
+    cluster.create(f"{p}unused")
+    cluster.create(f"{p}wide", partitions=3)
+    before = cluster.topics()
+
+    dry = cluster.carousel("reap", "--older-than", "1h", replies=True)
+    assert dry.exit_code == 0, dry.output
+    assert f"would delete {old} (ended 2.0 h ago)" in dry.output
+    assert "2 topics; --yes deletes them" in dry.output
+    assert cluster.topics() == before
+    done = cluster.carousel("reap", "--older-than", "1h", "--yes", "--json", replies=True)
+    found = json.loads(done.stdout)
+    assert found["deleted"] is True
+    assert found["ended"].keys() == {old, refused}
+    assert found["kept"] == {"young": 1, "open": 2, "unused": 1, "shared": 2}
+    assert before - cluster.topics() == {old, refused}
+    assert outside in cluster.topics()
+    again = cluster.carousel("reap", "--older-than", "1h", "--yes", replies=True)
+    assert "nothing under" in again.output
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("prefix", ["", "with space"])
+def test_reap_refuses_a_prefix_that_is_none(broker: EmbeddedBroker, prefix: str) -> None:
+    """An empty prefix would be everything."""
+    arguments = ["reap", "--older-than", "1s", "--yes", "--reply-prefix", prefix, "--bootstrap", broker.bootstrap]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "no reply prefix" in result.stderr
+
+
+@pytest.mark.broker
+def test_reap_never_touches_lanes(cluster: Cluster) -> None:
+    """Not even with a prefix that covers them, and records in them that look like an answer."""
+    lane = f"{cluster.lane_prefix}standard"
+    name = cluster.lane_prefix.removesuffix(".")
+    before = cluster.topics()
+    cluster.write_log("x", begin(), end(), age=7200, topic=lane)
+    arguments = ["reap", "--older-than", "1s", "--yes", "--reply-prefix", name]
+    result = cluster.carousel(*arguments)
+    assert result.exit_code == 0, result.output
+    assert cluster.topics() >= before
