@@ -75,6 +75,21 @@ class Plan:
     supervisor: bool = True
     worker_arguments: tuple[str, ...] = ()
 
+    def strikes(self) -> list[tuple[Fault, float]]:
+        """The faults in their order, each with the seconds since the last one."""
+        rng, workers, drawn = random.Random(self.seed), self.workers, []  # the workers wanted: one less to one more
+        for _ in range(self.num_faults):
+            ruled_out = {
+                Fault.LEADER: self.nodes == 1,
+                Fault.ADD: workers > self.workers,
+                Fault.REMOVE: workers < self.workers,
+            }
+            weights = {f: w for f, w in WEIGHTS.items() if f in self.faults and not ruled_out.get(f)}
+            fault = rng.choices(list(weights), weights=list(weights.values()))[0]
+            workers += (fault is Fault.ADD) - (fault is Fault.REMOVE)
+            drawn.append((fault, rng.uniform(0.5, 3.0)))
+        return drawn
+
     @property
     def replay(self) -> str:
         """The command that runs this campaign."""
@@ -109,7 +124,7 @@ class Report:
 
     plan: Plan
     verdict: Verdict = field(default_factory=Verdict)
-    struck: list[dict[str, Any]] = field(default_factory=list)
+    struck: list[Fault] = field(default_factory=list)
     hand_overs: list[HandOver] = field(default_factory=list)
     seconds: float = 0.0
     folder: str = ""
@@ -131,7 +146,7 @@ class Report:
             "supervisor": self.plan.supervisor,
             "replay": self.plan.replay,
             "seconds": round(self.seconds, 1),
-            "struck": self.struck,
+            "struck": [fault.value for fault in self.struck],
             "kill_to_first_resumed_token_s": _spread(self.first_tokens()),
             "kill_to_next_token_of_each_s": _spread(self.all_tokens()),
             **self.verdict.to_fields(),
@@ -152,7 +167,7 @@ class Campaign:
         self._cluster = cluster
         self._reader = reader
         self._said = said
-        self._rng = random.Random(plan.seed)
+        self._rng = random.Random(f"{plan.seed}: where they strike")
         self._kinds = kinds(plan.seed)
         self._connection = KafkaConnection(bootstrap=cluster.bootstrap)
         self._broker_fault = asyncio.Lock()  # one at a time
@@ -175,7 +190,7 @@ class Campaign:
             async with Traffic(
                 self._connection,
                 self._kinds,
-                self._rng,
+                random.Random(f"{self._plan.seed}: requests"),
                 new_stream=self._reader.Stream,
                 decode=self._reader.decode,
                 shared_topics=SHARED_TOPICS,
@@ -227,8 +242,10 @@ class Campaign:
         clients = asyncio.create_task(self._call(by_client, over), name="clients")
         try:
             await asyncio.sleep(3.0)
-            for number in range(self._plan.num_faults):
-                await self._strike(number)
+            for number, (fault, gap) in enumerate(self._plan.strikes(), 1):
+                await asyncio.sleep(gap)
+                self._said(f"fault {number} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")
+                await self._strike(fault)
                 if load.done():
                     await load
             await asyncio.gather(*self._running)
@@ -240,13 +257,8 @@ class Campaign:
         await self._until_ended(self._traffic.sent)
         await clients
 
-    async def _strike(self, number: int) -> None:
-        weights = {f: w for f, w in WEIGHTS.items() if f in self._plan.faults and self._possible(f)}
-        fault = self._rng.choices(list(weights), weights=list(weights.values()))[0]
-        gap = self._rng.uniform(0.5, 3.0)
-        self.report.struck.append({"fault": fault.value, "after_s": round(gap, 2)})
-        await asyncio.sleep(gap)
-        self._said(f"fault {number + 1} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")
+    async def _strike(self, fault: Fault) -> None:
+        self.report.struck.append(fault)
         actions: dict[Fault, Callable[[], Awaitable[None]]] = {
             Fault.KILL: self._kill,
             Fault.FREEZE: self._freeze,
@@ -268,18 +280,9 @@ class Campaign:
             await self._until_resumed()
         self._running = [t for t in self._running if not t.done() or t.exception() is not None]
 
-    def _possible(self, fault: Fault) -> bool:
-        if fault is Fault.LEADER:
-            return self._plan.nodes > 1
-        if fault is Fault.ADD:
-            return len(self._fleet.staying()) <= self._plan.workers
-        if fault is Fault.REMOVE:
-            return len(self._fleet.staying()) >= self._plan.workers
-        return True
-
     async def _someone(self) -> Member:
-        """An idle worker, as the seed would have it; waits for one."""
-        while not (idle := self._fleet.idle()):
+        """An idle worker, as the seed would have it; waits until no more than one is missing."""
+        while len(idle := self._fleet.idle()) < max(1, self._plan.workers - 1):
             await self._replace_the_dead()
             await asyncio.sleep(0.1)
         return idle[self._rng.randrange(len(idle))]
@@ -421,7 +424,7 @@ class Campaign:
         sent = self._traffic.sent
         streams = await judge.read_again(bootstrap, sent, self._reader, verdict)
         judge.judge_answers(sent, streams, expected, verdict)
-        judge.judge_timeliness(sent, self._traffic.ended_at, verdict)
+        judge.judge_cuts(sent, streams, self._traffic.ended_at, verdict)
         for kind, choices in self._completions:
             if choices != [expected[kind.number].token_ids[c] for c in range(len(choices))]:
                 verdict.add("answers that differ from the undisturbed run", f"kind {kind.number}, through the client")

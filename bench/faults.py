@@ -96,10 +96,9 @@ def _show(report: Report) -> None:
     counts.add_column("", justify="right")
     for name, number in sorted(verdict.counts.items()):
         counts.add_row(name, f"{number:,}")
-    struck = [each["fault"] for each in report.struck]
     for fault in Fault:
-        if fault.value in struck:
-            counts.add_row(f"fault: {fault.value}", str(struck.count(fault.value)))
+        if number := report.struck.count(fault):
+            counts.add_row(f"fault: {fault.value}", str(number))
     for name in ("kill_to_first_resumed_token_s", "kill_to_next_token_of_each_s"):
         if spread := fields[name]:
             text = f"median {spread['median']}, worst {spread['worst']} ({spread['n']})"

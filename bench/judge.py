@@ -180,13 +180,23 @@ def _may_be_cut(request: Sent, reasons: Sequence[str]) -> bool:
     )
 
 
-def judge_timeliness(sent: Sequence[Sent], ended_at: Mapping[bytes, float], verdict: Verdict) -> None:
-    """A cancel and a deadline end a request soon; `ended_at` are the Unix times of accepted ends."""
+def judge_cuts(
+    sent: Sequence[Sent], streams: Mapping[bytes, Any], ended_at: Mapping[bytes, float], verdict: Verdict
+) -> None:
+    """No request runs to its natural end long after it was cancelled, or its deadline; `ended_at` are Unix times."""
     for request in sent:
         limits = [t for t in (request.cancelled_at, request.deadline) if t is not None]
-        end = ended_at.get(request.correlation_id)
-        if limits and end is not None and end > min(limits) + GRACE_S:
-            verdict.add("wrong finishes", f"{request.topic}: ended {end - min(limits):.1f} s after it should")
+        end, ended = streams[request.correlation_id].end, ended_at.get(request.correlation_id)
+        if not limits or end is None or ended is None:
+            continue
+        late = ended - min(limits)
+        verdict.counts["seconds from cancel or deadline to the end, at most"] = max(
+            verdict.counts["seconds from cancel or deadline to the end, at most"], round(late)
+        )
+        if late > GRACE_S and not {"cancelled", "deadline", "error"} & set(
+            Answer.of(streams[request.correlation_id]).reasons
+        ):
+            verdict.add("wrong finishes", f"{request.topic}: ran to its end, {late:.1f} s after it should have stopped")
 
 
 async def judge_topics(bootstrap: str, sent: Sequence[Sent], verdict: Verdict) -> None:
@@ -204,7 +214,9 @@ async def judge_topics(bootstrap: str, sent: Sequence[Sent], verdict: Verdict) -
         verdict.counts["usage records"] += 1
     for request in sent:
         bills = billed.get(request.correlation_id, set())
-        if len(bills) != 1:
+        # On a shared log a new attempt starts over, and may find that the request was cancelled meanwhile.
+        may_differ = request.kind.shared and (request.cancelled_at or request.deadline)
+        if not bills or len({where for where, _ in bills}) > 1 or (len(bills) > 1 and not may_differ):
             verdict.add("unbilled or wrongly billed", f"{request.topic}: {sorted(map(str, bills))}")
 
 

@@ -202,13 +202,14 @@ class RequestServer:
             log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
             self._drop_engine_request(call)
-            self._sink.forget(call.address)
             call.span.finish()
             del self._calls[call]
             twins = self._by_correlation_id[call.address.correlation_id]
             twins.remove(call)
             if not twins:
                 del self._by_correlation_id[call.address.correlation_id]
+            if not any(twin.address.topic == call.address.topic for twin in twins):
+                self._sink.forget(call.address)  # not before: a twin writes to the same log
 
     async def _outcome(self, call: _Call) -> Outcome:
         try:

@@ -13,7 +13,15 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.errors import KafkaConnectionError, KafkaError, UnknownError
+from aiokafka.errors import (
+    CoordinatorNotAvailableError,
+    KafkaConnectionError,
+    KafkaError,
+    UnknownError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
+from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
@@ -155,12 +163,9 @@ class KafkaConnections:
         )
 
     async def committed(self, group: str, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetAndMetadata]:
-        """The group's committed offsets, with metadata where the broker keeps it. Raises KafkaError."""
+        """The group's committed offsets (-1: none), with metadata where the broker keeps it. Raises KafkaError."""
         if self.idempotent:
-            found: dict[TopicPartition, OffsetAndMetadata] = await self.admin.list_consumer_group_offsets(
-                group, partitions=partitions
-            )
-            return found
+            return await self._fetch_committed(group, partitions)
         consumer = self.consumer(group_id=group)
         consumer.assign(partitions)
         await consumer.start()
@@ -169,6 +174,28 @@ class KafkaConnections:
         finally:
             await consumer.stop()
         return {p: OffsetAndMetadata(offset, "") for p, offset in offsets.items() if offset is not None}
+
+    async def _fetch_committed(
+        self, group: str, partitions: list[TopicPartition]
+    ) -> dict[TopicPartition, OffsetAndMetadata]:
+        # aiokafka's own calls overlook the error of the whole answer ("the coordinator is loading", "it has moved") and
+        # take its empty list for a group that has never committed: it would begin anew at the start of the log.
+        topics: dict[str, list[int]] = {}
+        for partition in partitions:
+            topics.setdefault(partition.topic, []).append(partition.partition)
+        coordinator = await self.admin.find_coordinator(group)
+        response = await self.admin._client.send(coordinator, OffsetFetchRequest(group, list(topics.items())))
+        errors = [response.error_code, *(error for _, found in response.topics for *_, error in found)]
+        if failed := next(filter(None, errors), 0):
+            raise for_code(failed)(f"the committed offsets of {group}")
+        committed = {
+            TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)
+            for topic, found in response.topics
+            for partition, offset, metadata, _ in found
+        }
+        if missing := [p for p in partitions if p not in committed]:
+            raise CoordinatorNotAvailableError(f"no committed offset of {missing}")
+        return committed
 
     async def partitions_of(self, topic: str) -> int:
         """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError.
@@ -209,9 +236,22 @@ class KafkaConnections:
             found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
         return found
 
+    def remember_topic(self, topic: str) -> None:
+        """The producer keeps the metadata of a topic that is about to be written to. Without it a record whose leader
+        moves, or whose broker restarts, finds no leader any more, and blocks its log until it expires."""
+        self.producer.client._topics.add(topic)
+
     def forget_topic(self, topic: str) -> None:
         """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""
         self.producer.client._topics.discard(topic)
+
+    def abandon_topic(self, topic: str) -> None:
+        """Fails what waits to be written to a topic that is gone. The producer of aiokafka 0.14 asks for its leader
+        without a pause until the records expire: thousands of requests a second."""
+        accumulator = self.producer._message_accumulator
+        for partition in [p for p in accumulator._batches if p.topic == topic]:
+            while partition in accumulator._batches:
+                accumulator._pop_batch(partition).failure(exception=UnknownTopicOrPartitionError(topic))
 
     async def _warn_of_auto_creation(self) -> None:
         if not self.idempotent:
@@ -228,3 +268,10 @@ class KafkaConnections:
                 "kafka.auto_creates_topics",
                 meaning="a deleted reply topic may come back; set auto.create.topics.enable=false on the brokers",
             )
+
+
+def has_died(client: AIOKafkaProducer | AIOKafkaConsumer) -> bool:
+    """Whether the background task of aiokafka 0.14 has ended that sends or fetches: then nothing comes any more, and
+    only a producer says so."""
+    task = client._sender.sender_task if isinstance(client, AIOKafkaProducer) else client._fetcher.error_future
+    return bool(task.done())

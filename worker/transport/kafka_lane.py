@@ -15,7 +15,7 @@ from aiokafka.errors import CommitFailedError, CorruptRecordException, IllegalSt
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.records import InputRef
-from worker.transport.kafka_connections import KafkaUnavailable
+from worker.transport.kafka_connections import KafkaUnavailable, has_died
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery
 
@@ -71,6 +71,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._assigned = asyncio.Event()
         self._stopping = asyncio.Event()
         self._draining = False
+        self._member_id = ""  # under which the partitions were assigned
+        self._failure: Exception | None = None  # of an assignment: aiokafka would only log it
         self.polled_at = 0.0  # event loop time of the last poll that returned
 
     @property
@@ -96,6 +98,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         """Consumes until `stop`; leaves the group at the end. Raises KafkaUnavailable when consuming is impossible."""
         self._consumer.subscribe([self.topic], listener=self)
         committer = asyncio.create_task(self._commit_regularly(), name=f"commit {self.topic}")
+        committer.add_done_callback(lambda _: self._stopping.set())  # should it fail, nothing is committed any more
         try:
             await self._start()
             await self._poll()
@@ -122,6 +125,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     async def _poll(self) -> None:
         failing = False
         while not self._stopping.is_set():
+            self._raise_failure()
             try:
                 # Also while everything is paused: without polls the consumer leaves its group.
                 batch = await self._consumer.getmany(timeout_ms=POLL_MS)
@@ -145,6 +149,13 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             for partition, records in batch.items():
                 self._take(partition, records)
             self._apply_back_pressure()
+
+    def _raise_failure(self) -> None:
+        """Raises KafkaUnavailable for what would leave the consumer silent for ever."""
+        if self._failure is not None:
+            raise KafkaUnavailable(f"lane {self.tier} was assigned in vain: {self._failure!r}") from self._failure
+        if has_died(self._consumer):
+            raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: its fetching has ended")
 
     async def _pass_unreadable(self) -> None:
         """A record's frame cannot be read (a header's name that is not UTF-8 is enough). aiokafka does not say which:
@@ -211,9 +222,24 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             await self._assignment_gate.acquire()  # waits for a commit in flight
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        """Partitions that come back keep their tracker, and with it what runs here; others start from the commit."""
-        assigned = sorted(assigned)
-        kept = {p: self._trackers[p] for p in assigned if p in self._trackers}
+        try:
+            lost = await self._assign(sorted(assigned))
+        except Exception as e:
+            log.exception("lane.not_assigned", lane=self.tier)
+            self._failure, lost = e, []
+        self._assigned.set()
+        self._rebalancing = False
+        self._assignment_gate.release()
+        if lost:
+            self._lost(self.tier)
+
+    async def _assign(self, assigned: list[TopicPartition]) -> list[TopicPartition]:
+        """Partitions that come back keep their tracker, and with it what runs here; others start from the commit. After
+        an eviction (another member id) somebody else may have owned them meanwhile. Returns what was lost."""
+        member_id = self._consumer._coordinator.member_id
+        stayed = member_id == self._member_id
+        self._member_id = member_id
+        kept = {p: self._trackers[p] for p in assigned if stayed and p in self._trackers}
         new = [p for p in assigned if p not in kept]
         lost = [p for p in self._trackers if p not in kept]
         self._last_commit = {p: c for p, c in self._last_commit.items() if p in kept}
@@ -222,27 +248,22 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             self._seek(partition, tracker.expected)
         self._apply_back_pressure()  # pauses are lost at every re-balance
         log.info("lane.assigned", lane=self.tier, partitions=len(assigned), new=len(new), lost=len(lost))
-        self._assigned.set()
-        self._rebalancing = False
-        self._assignment_gate.release()
-        if lost:
-            self._lost(self.tier)
+        return lost
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
-        if not partitions:
-            return {}
-        while True:
+        while partitions and not self._stopping.is_set():
             try:
                 committed = await self._committed_offsets(self._consumer._group_id, partitions)
                 begins = await self._consumer.beginning_offsets(partitions)
-            except KafkaError as e:
+            except (KafkaError, OSError) as e:
                 # Without the committed offset the partition must not be read: finished requests would run again.
                 log.warning("lane.committed_offsets_unknown", lane=self.tier, error=repr(e))
-                await asyncio.sleep(RETRY_S)
+                await _first_of(self._stopping, timeout=RETRY_S)
                 continue
             trackers = {p: _tracker(committed.get(p), begins[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
             return trackers
+        return {}
 
     # Commits
 
@@ -251,6 +272,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             await _first_of(self._stopping, timeout=self._commit_interval)
             if not self._rebalancing:
                 await self._commit()
+        if not self._rebalancing:
+            await self._commit()  # what was done while the last one was on its way
 
     async def _commit(self) -> None:
         """Commits the done prefix of each partition and its done map, where they changed."""
