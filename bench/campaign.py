@@ -171,6 +171,7 @@ class Campaign:
         self._kinds = kinds(plan.seed)
         self._connection = KafkaConnection(bootstrap=cluster.bootstrap)
         self._broker_fault = asyncio.Lock()  # one at a time
+        self._adding = asyncio.Lock()
         self._running: list[asyncio.Task[None]] = []
         self._completions: list[tuple[Kind, list[list[int]]]] = []  # of the product's client
         self._fleet: Fleet
@@ -288,8 +289,10 @@ class Campaign:
         return idle[self._rng.randrange(len(idle))]
 
     async def _replace_the_dead(self) -> None:
-        for _ in self._fleet.bury():
-            if len(self._fleet.staying()) < self._plan.workers - 1:
+        """One less than wanted is a fault's work; who is missing beyond that has died at its start, say."""
+        async with self._adding:
+            self._fleet.bury()
+            while len(self._fleet.staying()) < self._plan.workers - 1:
                 await self._fleet.add()
 
     async def _kill(self) -> None:
