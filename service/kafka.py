@@ -160,7 +160,7 @@ class TopicAdmin:
 
         async def call(client: AIOKafkaAdminClient, names: list[str]) -> list[tuple[str, int]]:
             answer = await client.create_topics([topics[name] for name in names])
-            return [(name, _creation_error(code, message)) for name, code, message in answer.topic_errors]
+            return [(name, _creation_error(topics[name], code, text)) for name, code, text in answer.topic_errors]
 
         return await self._each(list(topics), call, TOPIC_EXISTS, "create")
 
@@ -262,10 +262,11 @@ def _new_topic(spec: TopicSpec) -> NewTopic:
     return topic
 
 
-def _creation_error(code: int, message: str | None) -> int:
-    """A broker that starts or stops is fenced; a controller that finds all of them so blames the replication factor."""
-    passes = code == INVALID_REPLICATION_FACTOR and "fenced" in (message or "")
-    return LeaderNotAvailableError.errno if passes else code
+def _creation_error(topic: NewTopic, code: int, message: str | None) -> int:
+    """While brokers start or stop, a controller says that the replication factor is too large. That passes when it is
+    the cluster's own, or when all brokers are fenced."""
+    passes = topic.replication_factor == -1 or "fenced" in (message or "")
+    return LeaderNotAvailableError.errno if code == INVALID_REPLICATION_FACTOR and passes else code
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

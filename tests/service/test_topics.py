@@ -68,12 +68,13 @@ class _Answers:
 
 
 async def test_creation_waits_for_a_broker_that_starts() -> None:
-    """While its only broker is fenced a controller blames the replication factor (found by bench.faults): that passes.
-    A factor that the cluster cannot have does not."""
+    """While brokers start or stop, a controller blames the replication factor (found by bench.faults): that passes. A
+    factor that was asked for and that the cluster cannot have does not."""
     fenced = "Unable to replicate the partition 1 time(s): All brokers are currently fenced."
-    too_few = "The target replication factor of 3 cannot be reached because only 1 broker(s) are registered."
+    too_few = "The target replication factor of 3 cannot be reached because only 2 broker(s) are registered."
     admin = TopicAdmin(KafkaConnection())
-    admin._client = _Answers((38, fenced), (41, None), (0, None), (38, too_few))
-    assert await admin.create([TopicSpec("a")]) == frozenset()
+    admin._client = _Answers((38, too_few), (41, None), (0, None), (38, fenced), (0, None), (38, too_few))
+    assert await admin.create([TopicSpec("the cluster's default")]) == frozenset()
+    assert await admin.create([TopicSpec("one", replication_factor=1)]) == frozenset()
     with pytest.raises(TopicsFailed, match="InvalidReplicationFactor"):
-        await admin.create([TopicSpec("b")])
+        await admin.create([TopicSpec("three", replication_factor=3)])

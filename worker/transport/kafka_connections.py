@@ -17,11 +17,13 @@ from aiokafka.errors import (
     CoordinatorNotAvailableError,
     KafkaConnectionError,
     KafkaError,
+    LeaderNotAvailableError,
     UnknownError,
     UnknownTopicOrPartitionError,
     for_code,
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
@@ -29,6 +31,7 @@ from schemas.connection import KafkaConnection
 
 UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
+RAW_FETCH_BYTES, RAW_FETCH_MS = 2**20, 100
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -275,3 +278,17 @@ def has_died(client: AIOKafkaProducer | AIOKafkaConsumer) -> bool:
     only a producer says so."""
     task = client._sender.sender_task if isinstance(client, AIOKafkaProducer) else client._fetcher.error_future
     return bool(task.done())
+
+
+async def fetch_raw(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> bytes:
+    """A partition's record batches from the one with `offset` on, as the broker has them. Raises KafkaError."""
+    client = consumer._client
+    leader = client.cluster.leader_for_partition(partition)
+    if leader is None or leader < 0:
+        raise LeaderNotAvailableError(partition)
+    wanted = [(partition.topic, [(partition.partition, offset, RAW_FETCH_BYTES)])]
+    response = await client.send(leader, FetchRequest(RAW_FETCH_MS, 1, RAW_FETCH_BYTES, 0, wanted))
+    ((_, ((_, error_code, *_, batches),)),) = response.topics
+    if error_code:
+        raise for_code(error_code)(partition)
+    return bytes(batches)

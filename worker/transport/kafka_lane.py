@@ -15,9 +15,10 @@ from aiokafka.errors import CommitFailedError, CorruptRecordException, IllegalSt
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.records import InputRef
-from worker.transport.kafka_connections import KafkaUnavailable, has_died
+from worker.transport.kafka_connections import KafkaUnavailable, fetch_raw, has_died
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery
+from worker.transport.record_batches import BadBatch, RawRecord, read_batches
 
 POLL_MS = 200  # getmany is never cancelled (its fetch count would leak): it ends by itself, and we look at `_stopping`
 RETRY_S = 0.5
@@ -127,11 +128,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         while not self._stopping.is_set():
             self._raise_failure()
             try:
-                # Also while everything is paused: without polls the consumer leaves its group.
-                batch = await self._consumer.getmany(timeout_ms=POLL_MS)
-            except (CorruptRecordException, UnicodeDecodeError):
-                await self._pass_unreadable()
-                continue
+                batch = await self._fetch()
             except KafkaError as e:
                 if not e.retriable:
                     raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: {e!r}") from e
@@ -150,6 +147,19 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 self._take(partition, records)
             self._apply_back_pressure()
 
+    async def _fetch(self) -> dict[TopicPartition, list[ConsumerRecord[Any, Any]]]:
+        """What has come. Raises KafkaError."""
+        try:
+            # Also while everything is paused: without polls the consumer leaves its group.
+            batch: dict[TopicPartition, list[ConsumerRecord[Any, Any]]] = await self._consumer.getmany(
+                timeout_ms=POLL_MS
+            )
+        except (CorruptRecordException, UnicodeDecodeError):
+            await self._take_unreadable()
+            return {}
+        else:
+            return batch
+
     def _raise_failure(self) -> None:
         """Raises KafkaUnavailable for what would leave the consumer silent for ever."""
         if self._failure is not None:
@@ -157,24 +167,29 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         if has_died(self._consumer):
             raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: its fetching has ended")
 
-    async def _pass_unreadable(self) -> None:
-        """A record's frame cannot be read (a header's name that is not UTF-8 is enough). aiokafka does not say which:
-        each partition is polled alone, one record at a time. The record goes to the DLQ, as far as it is known."""
+    async def _take_unreadable(self) -> None:
+        """aiokafka cannot read the frame of some record (a header's name that is not UTF-8 is enough), nor what stands
+        behind it in its batch, and does not say where: every partition's next batches are read without it."""
         for partition, tracker in list(self._trackers.items()):
+            if partition in self._consumer.paused() or not self._assigned.is_set():
+                continue
             try:
-                batch = await self._consumer.getmany(partition, timeout_ms=POLL_MS, max_records=1)
-            except (CorruptRecordException, UnicodeDecodeError) as e:
-                offset = tracker.expected
-                log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(e))
-                if tracker.see(offset) is Seen.NEW:
-                    source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
-                    self._deliver(Delivery(self.tier, source, None, None, (), tracker))
+                data = await fetch_raw(self._consumer, partition, tracker.expected)
+                self._take(partition, read_batches(data, tracker.expected))
+            except BadBatch as e:
+                self._pass_unreadable(partition, tracker, e)
+            if self._trackers.get(partition) is tracker:
                 self._seek(partition, tracker.expected)
-            else:
-                for found, records in batch.items():
-                    self._take(found, records)
 
-    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any]]) -> None:
+    def _pass_unreadable(self, partition: TopicPartition, tracker: OffsetTracker, error: BadBatch) -> None:
+        """Nobody can read it, and a lane must go on: the DLQ hears where it was."""
+        offset = tracker.expected
+        log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(error))
+        if tracker.see(offset) is Seen.NEW:
+            source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
+            self._deliver(Delivery(self.tier, source, None, None, (), tracker))
+
+    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any] | RawRecord]) -> None:
         tracker = self._trackers.get(partition)
         if tracker is None:
             return  # lost in a re-balance; its new owner reads it from the committed offset
@@ -187,7 +202,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 self._seek(partition, tracker.expected)
                 return
             if seen is Seen.NEW:
-                source = InputRef(record.topic, record.partition, record.offset, record.timestamp)
+                source = InputRef(partition.topic, partition.partition, record.offset, record.timestamp)
                 self._deliver(Delivery(self.tier, source, record.key, record.value, record.headers, tracker))
 
     def _is_full(self, tracker: OffsetTracker, share: float = 1.0) -> bool:
