@@ -240,6 +240,20 @@ async def test_t21_records_swallowed_by_a_rebalance_are_fetched_again():
         assert bench.offsets == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("committed", "expected"), [(None, [0, 1]), (-1, [0, 1]), (0, [0, 1]), (1, [1])])
+async def test_t08_a_committed_0_is_an_offset(committed: int | None, expected: list[int]):
+    """Nothing committed begins where the log begins; 0 is a commit like any other."""
+    bench = Bench(FakeConsumer({P0: [b"a", b"b"]}))
+    if committed is not None:
+        bench.consumer.committed[P0] = OffsetAndMetadata(committed, "")
+    task = asyncio.create_task(bench.lane.run())
+    await bench.until(lambda: len(bench.offsets) == len(expected))
+    await bench.polls()
+    assert bench.offsets == expected
+    bench.lane.stop()
+    await task
+
+
 async def test_unknown_committed_offsets_are_asked_for_again():
     """Without them a partition is not read: finished requests would run again."""
     failures = [KafkaConnectionError(), OSError()]
