@@ -162,8 +162,10 @@ async def test_t01_a_blocked_event_loop(cluster: Cluster):
         time.sleep(10)
         await publish(cluster, topic, range(1, 3))
         await until(lambda: {1, 2} <= set(worker.values))
-        worker.done()
-    assert await position(cluster, topic) == 3
+        async with asyncio.timeout(60):
+            while await position(cluster, topic) != 3:  # what came before the eviction was known comes again
+                worker.done()
+                await asyncio.sleep(0.1)
 
 
 async def test_t02_commits_that_fail(cluster: Cluster):
@@ -188,7 +190,7 @@ async def test_t02_commits_that_fail(cluster: Cluster):
 
 async def test_committed_offsets_that_cannot_be_read_now(cluster: Cluster):
     """A coordinator that is loading or has moved: a new worker asks again, and does not begin anew at the start of the
-    log (found by reading: aiokafka takes the failed answer for a group that has never committed)."""
+    log."""
     cluster.needs(ERRORS)
     topic = await lane_topic(cluster)
     await publish(cluster, topic, range(5))

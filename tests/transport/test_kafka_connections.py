@@ -1,0 +1,80 @@
+"""What the worker makes of a cluster's answers, with an admin client of the test's own making."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka import TopicPartition
+from aiokafka.errors import CoordinatorNotAvailableError, GroupLoadInProgressError, NotCoordinatorForGroupError
+from aiokafka.structs import OffsetAndMetadata
+
+from schemas.connection import KafkaConnection
+from worker.transport.kafka_connections import KafkaConnections
+
+P0, P1 = TopicPartition("prompts.standard", 0), TopicPartition("prompts.standard", 1)
+
+
+def connections(*, error_code: int = 0, partitions: Any = ((0, 5, "1:1", 0), (1, -1, "", 0))) -> KafkaConnections:
+    """Connections to a coordinator that answers so to a question for committed offsets."""
+    topics = [("prompts.standard", list(partitions))] if partitions else []
+    answer = SimpleNamespace(error_code=error_code, topics=topics)
+
+    async def send(_node: int, _request: object) -> SimpleNamespace:
+        return answer
+
+    async def find_coordinator(_group: str) -> int:
+        return 1
+
+    made = KafkaConnections(
+        KafkaConnection(), client_id="t", request_timeout_ms=1, session_timeout_ms=6000, rebalance_timeout_ms=6000
+    )
+    made.admin = SimpleNamespace(find_coordinator=find_coordinator, _client=SimpleNamespace(send=send))
+    return made
+
+
+async def test_committed_offsets_come_with_their_metadata():
+    """Offset and done map; -1 is a partition without a commit."""
+    found = await connections().committed("g", [P0, P1])
+    assert found == {P0: OffsetAndMetadata(5, "1:1"), P1: OffsetAndMetadata(-1, "")}
+
+
+async def test_t06_an_answer_that_failed_as_a_whole_is_no_group_without_commits():
+    """A coordinator that loads its groups answers with an error and no partition (found by reading: aiokafka 0.14
+    overlooks it; a worker would have served every request of the log again)."""
+    with pytest.raises(GroupLoadInProgressError):
+        await connections(error_code=14, partitions=()).committed("g", [P0])
+    with pytest.raises(NotCoordinatorForGroupError):
+        await connections(partitions=((0, -1, "", 16),)).committed("g", [P0])
+    with pytest.raises(CoordinatorNotAvailableError):
+        await connections(partitions=()).committed("g", [P0])
+
+
+def test_t11_lanes_have_no_static_membership():
+    """Static members leave their partitions idle for a session when they stop; nothing is committed by itself."""
+    consumer_options = {}
+
+    class Consumer:
+        def __init__(self, **options: Any) -> None:
+            consumer_options.update(options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
+        connections().lane_consumer("g", "me")
+    assert "group_instance_id" not in consumer_options
+    assert consumer_options["enable_auto_commit"] is False
+    assert consumer_options["auto_offset_reset"] == "earliest"
+    assert consumer_options["rebalance_timeout_ms"] == 6000
+
+
+def test_t31_reply_logs_are_read_without_a_group():
+    """Nobody commits offsets of a reply topic: such a commit hangs when the topic is deleted."""
+    options = {}
+
+    class Consumer:
+        def __init__(self, **given: Any) -> None:
+            options.update(given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
+        connections().consumer(fetch_max_wait_ms=1)
+    assert "group_id" not in options
