@@ -201,12 +201,12 @@ def judge_cuts(
 
 async def judge_topics(bootstrap: str, sent: Sequence[Sent], verdict: Verdict) -> None:
     """The DLQ is empty, and every request has a usage record; records of one input agree."""
-    dead = await _all_records(bootstrap, "prompts.dlq")
+    dead = await all_records(bootstrap, "prompts.dlq")
     for record in dead:
         headers = dict(record.headers)
         verdict.add("dead letters", f"{headers.get('dlq_reason')}: {headers.get('dlq_message')}"[:300])
     billed: dict[bytes, set[tuple[Any, ...]]] = {}
-    for record in await _all_records(bootstrap, "usage"):
+    for record in await all_records(bootstrap, "usage"):
         value = msgpack.unpackb(record.value)
         raw = value["correlation_id"]
         correlation_id = raw if isinstance(raw, bytes) else raw.encode()
@@ -220,7 +220,7 @@ async def judge_topics(bootstrap: str, sent: Sequence[Sent], verdict: Verdict) -
             verdict.add("unbilled or wrongly billed", f"{request.topic}: {sorted(map(str, bills))}")
 
 
-async def _all_records(bootstrap: str, topic: str) -> list[Any]:
+async def all_records(bootstrap: str, topic: str) -> list[Any]:
     consumer = AIOKafkaConsumer(bootstrap_servers=bootstrap, enable_auto_commit=False, auto_offset_reset="earliest")
     await consumer.start()
     try:

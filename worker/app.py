@@ -107,7 +107,7 @@ class Worker:
         for lane_task in stuck:
             lane_task.cancel()
         self.engine.stop()
-        log.info("worker.stopped", handed_over=left)
+        log.info("worker.stopped", handed_over=left, producer_topics=connections.num_producer_topics)
 
     async def _announce(self, lanes: dict[str, KafkaLane]) -> None:
         for lane in lanes.values():

@@ -21,7 +21,6 @@ DELETION = "deleting topics"
 METADATA = "commit metadata"
 ERRORS = "injected errors"
 NODES = "brokers that go down and leaders that move"
-EVICTION = "evicting a silent member"
 
 
 @dataclass(slots=True)
@@ -95,7 +94,6 @@ _ONE_BROKER = {NODES: "there is one broker"}
 
 def embedded(request: pytest.FixtureRequest) -> Cluster:
     lacks = {METADATA: "Tansu forgets it", DELETION: "Tansu creates a deleted topic again when it is asked for"}
-    lacks |= {EVICTION: "Tansu expires members late"}
     return Cluster(request.getfixturevalue("broker").bootstrap, _ONLY_MOCK | _ONE_BROKER | lacks)
 
 

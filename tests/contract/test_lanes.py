@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 
-from tests.contract.brokers import ERRORS, EVICTION, GROUPS, METADATA, NODES, Cluster, fresh
+from tests.contract.brokers import ERRORS, GROUPS, METADATA, NODES, Cluster, fresh
 from worker.transport.kafka_connections import KafkaConnections
 from worker.transport.kafka_lane import KafkaLane
 from worker.transport.protocols import Delivery
@@ -154,7 +154,6 @@ async def test_t17_a_second_worker_joins_and_leaves(cluster: Cluster):
 @pytest.mark.slow
 async def test_t01_a_blocked_event_loop(cluster: Cluster):
     """Nothing runs for longer than the session: the member is evicted, comes back by itself and consumes on."""
-    cluster.needs(EVICTION)
     topic = await lane_topic(cluster)
     async with consuming(cluster, topic) as worker:
         await publish(cluster, topic, range(1))

@@ -26,7 +26,7 @@ def connections(*, error_code: int = 0, partitions: Any = ((0, 5, "1:1", 0), (1,
         return 1
 
     made = KafkaConnections(
-        KafkaConnection(), client_id="t", request_timeout_ms=1, session_timeout_ms=6000, rebalance_timeout_ms=6000
+        KafkaConnection(), client_id="t", request_timeout_ms=1, session_timeout_ms=6000, rebalance_timeout_ms=60_000
     )
     made.admin = SimpleNamespace(find_coordinator=find_coordinator, _client=SimpleNamespace(send=send))
     return made
@@ -49,32 +49,37 @@ async def test_t06_an_answer_that_failed_as_a_whole_is_no_group_without_commits(
         await connections(partitions=()).committed("g", [P0])
 
 
-def test_t11_lanes_have_no_static_membership():
+class Consumer:
+    """Remembers the options that it was made with."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> KafkaConnections:
+    """Connections that make such consumers."""
+    monkeypatch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
+    return connections()
+
+
+def test_t11_lanes_have_no_static_membership(made: KafkaConnections):
     """Static members leave their partitions idle for a session when they stop; nothing is committed by itself."""
-    consumer_options = {}
-
-    class Consumer:
-        def __init__(self, **options: Any) -> None:
-            consumer_options.update(options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
-        connections().lane_consumer("g", "me")
-    assert "group_instance_id" not in consumer_options
-    assert consumer_options["enable_auto_commit"] is False
-    assert consumer_options["auto_offset_reset"] == "earliest"
-    assert consumer_options["rebalance_timeout_ms"] == 6000
+    options = made.lane_consumer("g", "me").options
+    assert "group_instance_id" not in options
+    assert options["enable_auto_commit"] is False
+    assert options["auto_offset_reset"] == "earliest"
 
 
-def test_t31_reply_logs_are_read_without_a_group():
+def test_a_join_that_is_never_answered_is_made_again(made: KafkaConnections):
+    """A request outlives the re-balance that it waits for, and no more; on the embedded broker, which has lost joins,
+    that is 20 s."""
+    assert made.lane_consumer("g", "me").options["request_timeout_ms"] == 65_000
+    made.idempotent = False
+    options = made.lane_consumer("g", "me").options
+    assert (options["rebalance_timeout_ms"], options["request_timeout_ms"]) == (15_000, 20_000)
+
+
+def test_t31_reply_logs_are_read_without_a_group(made: KafkaConnections):
     """Nobody commits offsets of a reply topic: such a commit hangs when the topic is deleted."""
-    options = {}
-
-    class Consumer:
-        def __init__(self, **given: Any) -> None:
-            options.update(given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
-        connections().consumer(fetch_max_wait_ms=1)
-    assert "group_id" not in options
+    assert "group_id" not in made.consumer(fetch_max_wait_ms=1).options

@@ -31,6 +31,7 @@ from schemas.connection import KafkaConnection
 
 UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
+EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
 RAW_FETCH_BYTES, RAW_FETCH_MS = 2**20, 100
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
@@ -150,6 +151,9 @@ class KafkaConnections:
         """A member of a lane's group. The caller subscribes, starts and stops it."""
         # The assignor keeps its last assignment in class attributes: lanes in one process must not share them.
         assignor = type("LaneStickyPartitionAssignor", (StickyPartitionAssignor,), {})
+        rebalance_timeout_ms = self._rebalance_timeout_ms
+        if not self.idempotent:
+            rebalance_timeout_ms = min(rebalance_timeout_ms, EMBEDDED_REBALANCE_MS)
         return AIOKafkaConsumer(
             **(self.options | {"client_id": client_id}),
             group_id=group,
@@ -158,11 +162,11 @@ class KafkaConnections:
             partition_assignment_strategy=(assignor,),
             session_timeout_ms=self._session_timeout_ms,
             heartbeat_interval_ms=min(1000, self._session_timeout_ms // 3),
-            rebalance_timeout_ms=self._rebalance_timeout_ms,
+            rebalance_timeout_ms=rebalance_timeout_ms,
             max_poll_interval_ms=300_000,
             fetch_max_wait_ms=100,
             fetch_max_bytes=16 * 2**20,
-            request_timeout_ms=max(self._request_timeout_ms, self._rebalance_timeout_ms + 5_000),
+            request_timeout_ms=rebalance_timeout_ms + 5_000,  # a join is answered when everybody has joined
         )
 
     async def committed(self, group: str, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetAndMetadata]:
@@ -238,6 +242,11 @@ class KafkaConnections:
             missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
             found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
         return found
+
+    @property
+    def num_producer_topics(self) -> int:
+        """Topics of which the producer asks for the metadata, again and again."""
+        return len(self.producer.client._topics)
 
     def remember_topic(self, topic: str) -> None:
         """The producer keeps the metadata of a topic that is about to be written to. Without it a record whose leader
