@@ -19,7 +19,7 @@ from typing import Any
 from bench import judge
 from bench.fleet import Fleet, Member, WorkerDied
 from bench.judge import Verdict
-from bench.traffic import LANES, Kind, Sent, Traffic, kinds
+from bench.traffic import LANES, NUM_KINDS, Kind, Sent, Traffic, kinds
 from schemas.connection import KafkaConnection
 from service.client import Client
 from service.errors import ServiceError
@@ -73,7 +73,7 @@ class Plan:
     faults: tuple[Fault, ...] = tuple(Fault)
     calm: bool = False
     supervisor: bool = True
-    worker_arguments: tuple[str, ...] = ()
+    num_kinds: int = NUM_KINDS
 
     def strikes(self) -> list[tuple[Fault, float]]:
         """The faults in their order, each with the seconds since the last one."""
@@ -168,7 +168,7 @@ class Campaign:
         self._reader = reader
         self._said = said
         self._rng = random.Random(f"{plan.seed}: where they strike")
-        self._kinds = kinds(plan.seed)
+        self._kinds = kinds(plan.seed, plan.num_kinds)
         self._connection = KafkaConnection(bootstrap=cluster.bootstrap)
         self._broker_fault = asyncio.Lock()  # one at a time
         self._adding = asyncio.Lock()
@@ -183,7 +183,7 @@ class Campaign:
         self.report.folder = str(folder)
         arguments = ["--model", "tiny", "--num-threads", "1", "--max-num-seqs", "32", "--num-blocks", "1024"]
         arguments += ["--session-timeout-ms", str(round(SESSION_TIMEOUT_S * 1000)), "--drain-timeout", "3"]
-        arguments += [*self._plan.worker_arguments, *(["--no-supervisor"] * (not self._plan.supervisor))]
+        arguments += ["--no-supervisor"] * (not self._plan.supervisor)
         self._fleet = Fleet(self._cluster.bootstrap, folder, arguments)
         await create_topics(self._connection, partitions=PARTITIONS)
         began = time.monotonic()

@@ -46,11 +46,11 @@ class Kind:
         return self.body.get("temperature") == 0 or "seed" in self.body
 
 
-def kinds(seed: int) -> list[Kind]:
+def kinds(seed: int, number_of_kinds: int = NUM_KINDS) -> list[Kind]:
     """Greedy and sampled, long and short, one choice and several, streamed and not, on their own and shared topics."""
     rng = random.Random(seed)
     made = []
-    for number in range(NUM_KINDS):
+    for number in range(number_of_kinds):
         body: dict[str, Any] = {
             "prompt": f"Tale {number} " + "word " * rng.randint(0, 30),
             "max_tokens": rng.randint(20, 240),

@@ -67,9 +67,9 @@ class _Answers:
         return SimpleNamespace(topic_errors=[(topic.name, code, message) for topic in topics])
 
 
-async def test_creation_waits_for_a_broker_that_starts() -> None:
-    """While brokers start or stop, a controller blames the replication factor (found by bench.faults): that passes. A
-    factor that was asked for and that the cluster cannot have does not."""
+async def test_t10_creation_waits_for_a_cluster_that_changes() -> None:
+    """The controller has moved; or brokers start or stop, and it blames the replication factor (found by bench.faults):
+    that passes. A factor that was asked for and that the cluster cannot have does not."""
     fenced = "Unable to replicate the partition 1 time(s): All brokers are currently fenced."
     too_few = "The target replication factor of 3 cannot be reached because only 2 broker(s) are registered."
     admin = TopicAdmin(KafkaConnection())

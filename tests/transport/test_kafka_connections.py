@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import CoordinatorNotAvailableError, GroupLoadInProgressError, NotCoordinatorForGroupError
 from aiokafka.structs import OffsetAndMetadata
@@ -83,3 +84,19 @@ def test_a_join_that_is_never_answered_is_made_again(made: KafkaConnections):
 def test_t31_reply_logs_are_read_without_a_group(made: KafkaConnections):
     """Nobody commits offsets of a reply topic: such a commit hangs when the topic is deleted."""
     assert "group_id" not in made.consumer(fetch_max_wait_ms=1).options
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+async def test_t29_a_broker_that_creates_topics_is_warned_of(made: KafkaConnections, value: str):
+    """A deleted reply topic may come back there: the worker says so at its start."""
+    entries = [{"config_names": "auto.create.topics.enable", "config_value": value}]
+    answer = SimpleNamespace(to_object=lambda: {"resources": [{"config_entries": entries}]})
+
+    async def describe_configs(_resources: object) -> list[SimpleNamespace]:
+        return [answer]
+
+    made.admin.describe_configs = describe_configs
+    made.admin._client.get_random_node = lambda: 1
+    with structlog.testing.capture_logs() as logs:
+        await made._warn_of_auto_creation()
+    assert [entry["event"] for entry in logs] == ["kafka.auto_creates_topics"] * (value == "true")

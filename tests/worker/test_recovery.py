@@ -1,11 +1,16 @@
 """Crashes, lost partitions, duplicates and retries, on an in-memory broker; `t00`: a row of research/queue.md 3.4."""
 
 import asyncio
+import threading
+
+import pytest
+from pydantic import ValidationError
 
 from schemas.reasons import FinishReason
 from schemas.records import Begin, Cancel, End, Tokens
 from tests.worker.world import World
 from worker import loop
+from worker.config import WorkerConfig
 from worker.engine.outputs import StepOutcome, StepPlan
 
 
@@ -16,6 +21,31 @@ async def running_until(world: World, server, request_id: str, num_records: int)
     async with asyncio.timeout(20):
         while len(world.broker.topics[f"replies.{request_id}"][0]) < num_records:
             await asyncio.sleep(0)
+
+
+async def test_t01_a_long_step_leaves_the_event_loop_alone():
+    """While the model computes, heartbeats, polls and commits go on: the step has a thread of its own."""
+    world = World()
+    world.publish("a", max_tokens=3)
+    computing, go_on = threading.Event(), threading.Event()
+    async with world.worker() as server:
+        execute = server.runner.execute
+
+        def slow(plan: StepPlan) -> StepOutcome:
+            computing.set()
+            assert go_on.wait(20)
+            return execute(plan)
+
+        server.runner.execute = slow
+        serving = asyncio.create_task(world.serve(server, timeout=30))
+        num_turns = 0
+        while num_turns < 100 or not computing.is_set():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert not go_on.is_set()
+        go_on.set()
+        await serving
+    assert world.answer("a").ended
 
 
 async def test_t13_a_cancelled_task_never_counts_as_done():
@@ -146,6 +176,31 @@ async def test_t23_a_transient_failure_is_retried_in_place(monkeypatch):
     assert world.answer("a").token_ids == calm.answer("a").token_ids
     assert [type(r) for _, r in world.records("replies.a")].count(Begin) == 1
     assert len(world.broker.topics["prompts.standard"][0]) == 1
+
+
+async def test_t33_positions_are_numbers():
+    """Of 120 records, resumed after more than ten and again after more than a hundred, none is out of order."""
+    world = World()
+    world.publish("a", max_tokens=120)
+    for life, num_records in enumerate((14, 105)):
+        async with world.worker(f"w{life}") as server:
+            await running_until(world, server, "a", num_records)
+        world.source.lose()
+    async with world.worker("last") as server:
+        await world.serve(server)
+    positions = [r.position for _, r in world.records("replies.a") if isinstance(r, Tokens)]
+    assert positions == sorted(positions)
+    assert len(world.answer("a").token_ids[0]) == 120
+
+
+@pytest.mark.parametrize(("drain_timeout", "fits"), [(5.0, True), (6.0, False), (30.0, False)])
+def test_t34_a_drain_that_outlasts_a_rebalance_is_refused(drain_timeout: float, fits: bool):
+    """What is drained for longer than a re-balance takes is served by two: the configuration says so at the start."""
+    if fits:
+        assert WorkerConfig(model="tiny", drain_timeout=drain_timeout, rebalance_timeout_ms=6_000).drain_timeout == 5.0
+    else:
+        with pytest.raises(ValidationError, match="drain_timeout must be shorter than rebalance_timeout_ms"):
+            WorkerConfig(model="tiny", drain_timeout=drain_timeout, rebalance_timeout_ms=6_000)
 
 
 async def test_t36_one_traceparent_on_every_record_that_is_passed_on():
