@@ -37,7 +37,7 @@ class KafkaReplies:
         self._sends: set[asyncio.Task[int | None]] = set()  # in flight, also those that nobody waits for any more
         self._num_sends: Counter[str] = Counter()  # of them, by topic
         self._ended: set[str] = set()  # topics to forget when nothing is in flight to them
-        self._reading_fails = False
+        self._failing: set[str] = set()  # what fails now, and was logged
         self._started: set[AIOKafkaConsumer] = set()
         self._readers: asyncio.Queue[AIOKafkaConsumer | None] = asyncio.Queue()
         for _ in range(MAX_READERS):
@@ -52,6 +52,7 @@ class KafkaReplies:
         while True:
             try:
                 count = await self._connections.partitions_of(address.topic)
+                self._failing.discard("topic_query")
                 if count > (address.partition or 0):
                     return replace(address, partition=_partition(address, count))
                 missing_since = missing_since or loop.time()
@@ -59,7 +60,7 @@ class KafkaReplies:
                     return None
             except KafkaError as e:
                 missing_since = None
-                log.warning("replies.topic_query_failed", error=repr(e))
+                self._log_once("topic_query", address.topic, e)
             await asyncio.sleep(SHOW_POLL_S)
 
     async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
@@ -154,13 +155,17 @@ class KafkaReplies:
             try:
                 seen = await self._read_once(address, start, until)
             except KafkaError as e:  # passes with time; a missing topic does not, and is told apart
-                if not self._reading_fails:
-                    log.warning("replies.read_failed", topic=address.topic, error=repr(e))
-                self._reading_fails = True
+                self._log_once("read", address.topic, e)
                 await asyncio.sleep(RETRY_S)
             else:
-                self._reading_fails = False
+                self._failing.discard("read")
                 return seen
+
+    def _log_once(self, what: str, topic: str, error: KafkaError) -> None:
+        """A broker that is away fails everything that is tried, many times a second."""
+        if what not in self._failing:
+            log.warning(f"replies.{what}_failed", topic=topic, error=repr(error))
+        self._failing.add(what)
 
     async def _read_once(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
         partition = TopicPartition(address.topic, address.partition)
