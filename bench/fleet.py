@@ -106,10 +106,13 @@ class Fleet:
                 member.busy = False
 
     async def ready(self, member: Member, timeout: float = READY_S) -> None:
-        """Returns when the worker serves. Raises WorkerDied."""
+        """Returns when the worker serves. One that does not in time is killed, and all with it. Raises WorkerDied."""
         end = time.monotonic() + timeout
         while not member.ready.is_set():
-            if not member.alive or time.monotonic() > end:
+            if time.monotonic() > end:
+                self._kill_group(member)
+                await member.process.wait()
+            if not member.alive:
                 raise WorkerDied(self.epitaph(member))
             await asyncio.sleep(0.05)
 
@@ -156,10 +159,14 @@ class Fleet:
     async def close(self) -> None:
         """Ends all that still run, without ceremony."""
         for member in self.members:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(member.process.pid, signal.SIGKILL)
+            self._kill_group(member)
         await asyncio.gather(*(m.process.wait() for m in self.members))
         await asyncio.gather(*(m.watch for m in self.members if m.watch is not None))
+
+    @staticmethod
+    def _kill_group(member: Member) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(member.process.pid, signal.SIGKILL)
 
 
 def _children(pid: int) -> list[int]:
