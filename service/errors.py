@@ -43,6 +43,10 @@ class StreamBroken(ServiceError):
     """The reply cannot be read any further: its log breaks the contract or is gone, or the reader has died."""
 
 
+class ReplyTopicDeleted(StreamBroken):
+    """Somebody else has deleted the reply topic: the rest of the answer is lost. The request has been cancelled."""
+
+
 class StreamClosed(ServiceError):
     """The stream was left, or its client closed, before the answer had ended."""
 

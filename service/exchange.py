@@ -61,7 +61,7 @@ class Exchange:
         self._reply_prefix = reply_prefix
         self._content_type = content_type
         self._admin = TopicAdmin(connection)
-        self._reader = ReplyReader(connection)
+        self._reader = ReplyReader(connection, self._admin.list)
         self._pool = ReplyTopicPool(
             self._admin,
             prefix=reply_prefix,

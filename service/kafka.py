@@ -31,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 TOPIC_EXISTS = 36  # Kafka's error codes
 AUTHORIZATION_ERRORS = frozenset({29, 31})  # for the topic, for the cluster
+INVALID_REPLICATION_FACTOR = 38
 UNKNOWN_TOPIC = 3
 _HOUR_MS = 3_600_000
 _NOT_AUTHORIZED = "not authorised"
@@ -159,7 +160,7 @@ class TopicAdmin:
 
         async def call(client: AIOKafkaAdminClient, names: list[str]) -> list[tuple[str, int]]:
             answer = await client.create_topics([topics[name] for name in names])
-            return [(name, code) for name, code, _ in answer.topic_errors]
+            return [(name, _creation_error(topics[name], code, text)) for name, code, text in answer.topic_errors]
 
         return await self._each(list(topics), call, TOPIC_EXISTS, "create")
 
@@ -259,6 +260,13 @@ def _new_topic(spec: TopicSpec) -> NewTopic:
     if spec.replication_factor is None:
         topic.replication_factor = -1  # the broker's default, which the constructor of 0.14 refuses
     return topic
+
+
+def _creation_error(topic: NewTopic, code: int, message: str | None) -> int:
+    """While brokers start or stop, a controller says that the replication factor is too large. That passes when it is
+    the cluster's own, or when all brokers are fenced."""
+    passes = topic.replication_factor == -1 or "fenced" in (message or "")
+    return LeaderNotAvailableError.errno if code == INVALID_REPLICATION_FACTOR and passes else code
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

@@ -7,7 +7,7 @@ need costs a stream nothing at its start. Topics without a stream are paused, so
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 import structlog
@@ -18,13 +18,14 @@ from schemas.connection import KafkaConnection
 from schemas.errors import ProtocolError
 from schemas.records import ReplyRecord, Tokens, decode_reply
 from schemas.reply_log import ReplyLog
-from service.errors import ServiceError, StreamBroken
+from service.errors import ReplyTopicDeleted, ServiceError, StreamBroken
 from service.kafka import explained
 
 log = structlog.get_logger(__name__)
 
 _POLL_MS = 100  # how long a poll that finds nothing waits, and so how long closing waits for it
 _RETRY_S = 0.1
+_DELETED_S = 1.0  # how often topics are looked for that the consumer no longer finds
 # Kafka answers a fetch when there is something, the embedded broker only when this time is over. A fetch that waits
 # also holds up the first one after a change of the assignment.
 _FETCH_MAX_WAIT_MS = 20
@@ -94,16 +95,21 @@ def _joined(records: Sequence[Tokens]) -> Tokens:
 
 
 class ReplyReader:
-    """Reads partition 0 of every watched topic and feeds the stream that has it open."""
+    """Reads partition 0 of every watched topic and feeds the stream that has it open.
 
-    def __init__(self, connection: KafkaConnection) -> None:
+    `list_topics` names all topics that exist.
+    """
+
+    def __init__(self, connection: KafkaConnection, list_topics: Callable[[], Awaitable[Container[str]]]) -> None:
         self._connection = connection
+        self._list_topics = list_topics
         self._consumer: Any = None
         self._offsets: dict[str, int] = {}  # watched topic -> next offset; changing the assignment loses the consumer's
         self._feeds: dict[str, ReplyFeed] = {}  # open topic -> its stream
         self._failure: ServiceError | None = None
         self._closing = False
         self._task: asyncio.Task[None] | None = None
+        self._noticing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Connects. Raises BrokerUnavailable."""
@@ -123,6 +129,9 @@ class ReplyReader:
     async def close(self) -> None:
         """Stops reading; open streams fail with StreamBroken unless they have ended or failed before."""
         self._closing = True
+        if self._noticing is not None:
+            self._noticing.cancel()
+            await asyncio.wait([self._noticing])
         if self._task is not None:
             await self._task
         if self._consumer is not None:
@@ -134,6 +143,7 @@ class ReplyReader:
         self._assign()
         if self._task is None:  # a poll without an assignment would never return
             self._task = asyncio.create_task(self._run(), name="reply reader")
+            self._noticing = asyncio.create_task(self._notice_deletions(), name="reply topics: deleted by others")
 
     def unwatch(self, topics: Sequence[str]) -> None:
         """Forgets topics, which are to be deleted."""
@@ -184,6 +194,23 @@ class ReplyReader:
         for feed in self._feeds.values():
             feed.fail(failure)
 
+    async def _notice_deletions(self) -> None:
+        """A consumer of a topic that somebody else has deleted is silent for ever: tell who waits for it."""
+        suspects: set[str] = set()
+        while True:
+            await asyncio.sleep(_DELETED_S)
+            unknown = {topic for topic in self._feeds if self._consumer.partitions_for_topic(topic) is None}
+            if unknown & suspects:
+                try:
+                    existing = await self._list_topics()
+                except ServiceError:
+                    continue  # the cluster is away, which says nothing
+                for topic in sorted(unknown & suspects):
+                    if topic not in existing:
+                        self._break(topic, "somebody else has deleted it", ReplyTopicDeleted)
+                        self.unwatch([topic])
+            suspects = unknown
+
     async def _poll(self) -> dict[TopicPartition, list[ConsumerRecord]]:
         try:
             batches: dict[TopicPartition, list[ConsumerRecord]] = await self._consumer.getmany(timeout_ms=_POLL_MS)
@@ -213,8 +240,8 @@ class ReplyReader:
         except ProtocolError as error:
             self._break(topic, str(error))
 
-    def _break(self, topic: str, reason: str) -> None:
+    def _break(self, topic: str, reason: str, failure: type[StreamBroken] = StreamBroken) -> None:
         feed = self._feeds.get(topic)
         self.release(topic)
         if feed is not None:
-            feed.fail(StreamBroken(f"reply topic {topic}: {reason}"))
+            feed.fail(failure(f"reply topic {topic}: {reason}"))

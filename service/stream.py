@@ -47,7 +47,8 @@ class ReplyStream:
     object.
 
     Raises RequestTimeout after `timeout` s without an event or 5 s after an unanswered deadline, StreamBroken when the
-    log cannot be read on, and what `Exchange.open` raises. An error of the service is an End with `error`.
+    log cannot be read on (ReplyTopicDeleted: somebody else has deleted it), and what `Exchange.open` raises. An error
+    of the service is an End with `error`.
     """
 
     def __init__(self, exchange: Exchange, call: Call, *, num_choices: int, timeout: float | None) -> None:

@@ -152,7 +152,7 @@ class Worker:
         for task in [*stuck, *side]:
             task.cancel()
         self.engine.stop()
-        log.info("worker.stopped", handed_over=left)
+        log.info("worker.stopped", handed_over=left, producer_topics=connections.num_producer_topics)
 
     def _renew_share(self, lanes: dict[str, KafkaLane]) -> None:
         """Limits are of the deployment: this worker enforces its part of all lanes' partitions."""

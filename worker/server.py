@@ -229,12 +229,13 @@ class RequestServer:
         if self._calls.pop(call, None) is None:
             return
         self._release(call)
-        self._sink.forget(call.address)
         call.span.finish()
         twins = self._by_correlation_id[call.address.correlation_id]
         twins.remove(call)
         if not twins:
             del self._by_correlation_id[call.address.correlation_id]
+        if not any(twin.address.topic == call.address.topic for twin in twins):
+            self._sink.forget(call.address)  # not before: a twin writes to the same log
 
     async def _outcome(self, call: _Call) -> Outcome:
         try:

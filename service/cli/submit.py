@@ -1,5 +1,6 @@
 """`carousel submit`: one request from the command line, streamed as it comes."""
 
+import asyncio
 import json
 import sys
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from service.client import Client
 from service.errors import RequestFailed
 
 _SAMPLING = "Sampling"
+_PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatever its load
 
 
 @with_connection
@@ -84,7 +86,9 @@ def submit(
 
 async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:
     async with client, client.stream(**request) as stream:
+        waiting = asyncio.create_task(_say_that_nobody_has_begun(request["tier"]))
         async for event in stream:
+            waiting.cancel()
             if as_json:
                 typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
             else:
@@ -93,6 +97,15 @@ async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> 
             typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
         if stream.end is not None and (error := stream.end.error) is not None:
             raise RequestFailed(error.code, error.message, error.retry_after_ms)
+
+
+async def _say_that_nobody_has_begun(tier: str) -> None:
+    await asyncio.sleep(_PATIENCE_S)
+    typer.echo(
+        f"[published {_PATIENCE_S:g} s ago, and no worker has begun it yet: is one running for the lane {tier}? "
+        "Ctrl-C cancels the request]",
+        err=True,
+    )
 
 
 def _show(event: ReplyRecord) -> None:

@@ -38,6 +38,7 @@ async def outlive(bootstrap: str, away: Callable[[], Awaitable[None]], log: Path
 
 @pytest.mark.kafka
 @pytest.mark.shared
+@pytest.mark.slow  # the short campaign of test_faults.py covers it
 async def test_kill_9_with_20_requests_in_flight(kafka: Any, checks: Path, tmp_path: Path):
     """The worker is killed twice and another started: all 20 streams end complete, and equal an undisturbed run."""
     log = tmp_path / "worker.log"
@@ -109,6 +110,7 @@ async def test_drain_hands_over_what_does_not_fit(kafka: Any, checks: Path, tmp_
 
 @pytest.mark.kafka
 @pytest.mark.shared
+@pytest.mark.slow  # the short campaign of test_faults.py covers it
 async def test_two_workers_share_and_take_over(kafka: Any, checks: Path, tmp_path: Path):
     """A second worker joins under load (a re-balance), then the first is killed: no token is lost or doubled."""
     async with producing(kafka.bootstrap, "pair.") as producer:

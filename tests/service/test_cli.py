@@ -136,6 +136,22 @@ async def test_submit(responder: Responder) -> None:
 
 
 @pytest.mark.broker
+async def test_submit_while_no_worker_runs(responder: Responder) -> None:
+    """After some seconds stderr says that nobody has begun; then Ctrl-C ends it as ever."""
+
+    async def silent(reply: Reply) -> None:
+        reply.forget()
+
+    responder.script = silent
+    async with _program(*_submit(responder, "hello", "--tier", "batch")) as process, asyncio.timeout(60):
+        assert process.stderr is not None
+        while b"no worker has begun it yet: is one running for the lane batch?" not in await process.stderr.readline():
+            assert process.returncode is None
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 130
+
+
+@pytest.mark.broker
 async def test_submit_chat(responder: Responder) -> None:
     """With --chat the prompt is a user's message, after the system's."""
 

@@ -12,7 +12,7 @@ from schemas.connection import KafkaConnection
 from schemas.records import Tokens
 from service.broker import EmbeddedBroker
 from service.client import Client
-from service.errors import BrokerUnavailable, RequestTimeout, StreamClosed
+from service.errors import BrokerUnavailable, ReplyTopicDeleted, RequestTimeout, StreamClosed
 from service.kafka import TopicAdmin
 from tests.service.responder import Reply, Responder
 
@@ -102,6 +102,31 @@ async def test_on_apache_kafka(kafka: Any, caplog: pytest.LogCaptureFixture) -> 
         async with asyncio.timeout(10):
             while any(name.startswith("replies.") for name in set(await admin.list()) - others):
                 await asyncio.sleep(0.1)  # a broker hears of deletions after the controller has answered
+
+
+@pytest.mark.kafka
+async def test_t20_somebody_else_deletes_the_reply_topic(kafka: Any) -> None:
+    """Who waits without a time-out hears of it in seconds, before and after the first tokens; others are served on."""
+    connection = KafkaConnection(bootstrap=kafka.bootstrap)
+    prefix = f"t{uuid.uuid4().hex[:8]}."
+
+    async def beginning(reply: Reply) -> None:
+        if reply.fields["prompt"] == "begun":
+            await reply.tokens(await reply.begin(), 0, [1])
+        reply.forget()
+
+    async with Responder(connection, prefix).running() as responder, _client(connection, prefix) as client:
+        responder.script = beginning
+        streams = [client.stream(prompt=prompt) for prompt in ("begun", "not begun")]
+        waiting = [asyncio.create_task(stream.completion()) for stream in streams]
+        async with asyncio.timeout(60), TopicAdmin(connection) as admin:
+            while len(responder.replies) < 2 or not streams[0].token_ids:
+                await asyncio.sleep(0.05)
+            await admin.delete([f"replies.{stream.correlation_id}" for stream in streams])
+            failures = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(failure) for failure in failures] == [ReplyTopicDeleted] * 2
+            responder.script = dripping
+            assert (await client.complete(prompt="still here")).text == "still here"
 
 
 @pytest.mark.kafka

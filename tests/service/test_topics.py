@@ -1,14 +1,15 @@
 """Creating the topics of a deployment."""
 
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
 from schemas.connection import KafkaConnection
 from schemas.topics import CANCEL_TTL_MS
 from service.broker import EmbeddedBroker
-from service.errors import BrokerUnavailable
-from service.kafka import TopicAdmin
+from service.errors import BrokerUnavailable, TopicsFailed
+from service.kafka import TopicAdmin, TopicSpec
 from service.topics import create_topics, topic_plan
 
 
@@ -48,3 +49,32 @@ async def test_unreachable_broker_is_one_sentence() -> None:
     """A refused connection names the address and the cause."""
     with pytest.raises(BrokerUnavailable, match=r"no Kafka at 127\.0\.0\.1:1: .*refused|Connect call failed"):
         await create_topics(KafkaConnection(bootstrap="127.0.0.1:1"))
+
+
+class _Answers:
+    """Stands in for aiokafka's admin client: each call gets the next error code and message."""
+
+    def __init__(self, *answers: tuple[int, str | None]) -> None:
+        self._answers = list(answers)
+        self._client = self
+        self.cluster = SimpleNamespace(controller="1")
+
+    def force_metadata_update(self) -> None:
+        pass
+
+    async def create_topics(self, topics: list) -> SimpleNamespace:
+        code, message = self._answers.pop(0)
+        return SimpleNamespace(topic_errors=[(topic.name, code, message) for topic in topics])
+
+
+async def test_t10_creation_waits_for_a_cluster_that_changes() -> None:
+    """The controller has moved; or brokers start or stop, and it blames the replication factor (found by bench.faults):
+    that passes. A factor that was asked for and that the cluster cannot have does not."""
+    fenced = "Unable to replicate the partition 1 time(s): All brokers are currently fenced."
+    too_few = "The target replication factor of 3 cannot be reached because only 2 broker(s) are registered."
+    admin = TopicAdmin(KafkaConnection())
+    admin._client = _Answers((38, too_few), (41, None), (0, None), (38, fenced), (0, None), (38, too_few))
+    assert await admin.create([TopicSpec("the cluster's default")]) == frozenset()
+    assert await admin.create([TopicSpec("one", replication_factor=1)]) == frozenset()
+    with pytest.raises(TopicsFailed, match="InvalidReplicationFactor"):
+        await admin.create([TopicSpec("three", replication_factor=3)])

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
+from schemas.headers import ReplyAddress
 from schemas.records import ReplyRecord, decode_reply
 from schemas.reply_log import ReplyLog
 from worker.admission_gate import AdmissionGate
@@ -102,6 +103,17 @@ class StepRunner(FakeRunner):
         return super().execute(plan)
 
 
+class _Sink(MemorySink):
+    """Remembers what the server will write to no more."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker)
+        self.forgotten: list[str] = []
+
+    def forget(self, address: ReplyAddress) -> None:
+        self.forgotten.append(address.topic)
+
+
 class World:
     """One lane, its broker, and workers that come and go.
 
@@ -131,6 +143,7 @@ class World:
         self.clock = WallClock()
         self.steps: list[StepRecord] = []
         self.source = MemorySource(self.broker, "standard", LANE)
+        self.sink = _Sink(self.broker)
 
     def publish(
         self,
@@ -175,7 +188,7 @@ class World:
                 ModelFacts("fake", VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
                 engine,
                 gate,
-                MemorySink(self.broker),
+                self.sink,
                 {"standard": self.source},
                 tasks,
                 wall_ms=lambda: self.clock.seconds * 1000,

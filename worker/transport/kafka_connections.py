@@ -13,7 +13,17 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
-from aiokafka.errors import KafkaConnectionError, KafkaError, UnknownError
+from aiokafka.errors import (
+    CoordinatorNotAvailableError,
+    KafkaConnectionError,
+    KafkaError,
+    LeaderNotAvailableError,
+    UnknownError,
+    UnknownTopicOrPartitionError,
+    for_code,
+)
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
@@ -22,6 +32,8 @@ from schemas.connection import KafkaConnection
 UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
 REACH_S = 5.0
+EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
+RAW_FETCH_BYTES, RAW_FETCH_MS = 2**20, 100
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -140,6 +152,9 @@ class KafkaConnections:
         """A member of a lane's group. The caller subscribes, starts and stops it."""
         # The assignor keeps its last assignment in class attributes: lanes in one process must not share them.
         assignor = type("LaneStickyPartitionAssignor", (StickyPartitionAssignor,), {})
+        rebalance_timeout_ms = self._rebalance_timeout_ms
+        if not self.idempotent:
+            rebalance_timeout_ms = min(rebalance_timeout_ms, EMBEDDED_REBALANCE_MS)
         return AIOKafkaConsumer(
             **(self.options | {"client_id": client_id}),
             group_id=group,
@@ -148,20 +163,17 @@ class KafkaConnections:
             partition_assignment_strategy=(assignor,),
             session_timeout_ms=self._session_timeout_ms,
             heartbeat_interval_ms=min(1000, self._session_timeout_ms // 3),
-            rebalance_timeout_ms=self._rebalance_timeout_ms,
+            rebalance_timeout_ms=rebalance_timeout_ms,
             max_poll_interval_ms=300_000,
             fetch_max_wait_ms=100,
             fetch_max_bytes=16 * 2**20,
-            request_timeout_ms=max(self._request_timeout_ms, self._rebalance_timeout_ms + 5_000),
+            request_timeout_ms=rebalance_timeout_ms + 5_000,  # a join is answered when everybody has joined
         )
 
     async def committed(self, group: str, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetAndMetadata]:
-        """The group's committed offsets, with metadata where the broker keeps it. Raises KafkaError."""
+        """The group's committed offsets (-1: none), with metadata where the broker keeps it. Raises KafkaError."""
         if self.idempotent:
-            found: dict[TopicPartition, OffsetAndMetadata] = await self.admin.list_consumer_group_offsets(
-                group, partitions=partitions
-            )
-            return found
+            return await self._fetch_committed(group, partitions)
         consumer = self.consumer(group_id=group)
         consumer.assign(partitions)
         await consumer.start()
@@ -170,6 +182,28 @@ class KafkaConnections:
         finally:
             await consumer.stop()
         return {p: OffsetAndMetadata(offset, "") for p, offset in offsets.items() if offset is not None}
+
+    async def _fetch_committed(
+        self, group: str, partitions: list[TopicPartition]
+    ) -> dict[TopicPartition, OffsetAndMetadata]:
+        # aiokafka's own calls overlook the error of the whole answer ("the coordinator is loading", "it has moved") and
+        # take its empty list for a group that has never committed: it would begin anew at the start of the log.
+        topics: dict[str, list[int]] = {}
+        for partition in partitions:
+            topics.setdefault(partition.topic, []).append(partition.partition)
+        coordinator = await self.admin.find_coordinator(group)
+        response = await self.admin._client.send(coordinator, OffsetFetchRequest(group, list(topics.items())))
+        errors = [response.error_code, *(error for _, found in response.topics for *_, error in found)]
+        if failed := next(filter(None, errors), 0):
+            raise for_code(failed)(f"the committed offsets of {group}")
+        committed = {
+            TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)
+            for topic, found in response.topics
+            for partition, offset, metadata, _ in found
+        }
+        if missing := [p for p in partitions if p not in committed]:
+            raise CoordinatorNotAvailableError(f"no committed offset of {missing}")
+        return committed
 
     async def partitions_of(self, topic: str) -> int:
         """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError.
@@ -219,9 +253,27 @@ class KafkaConnections:
             return False
         return True
 
+    @property
+    def num_producer_topics(self) -> int:
+        """Topics of which the producer asks for the metadata, again and again."""
+        return len(self.producer.client._topics)
+
+    def remember_topic(self, topic: str) -> None:
+        """The producer keeps the metadata of a topic that is about to be written to. Without it a record whose leader
+        moves, or whose broker restarts, finds no leader any more, and blocks its log until it expires."""
+        self.producer.client._topics.add(topic)
+
     def forget_topic(self, topic: str) -> None:
         """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""
         self.producer.client._topics.discard(topic)
+
+    def abandon_topic(self, topic: str) -> None:
+        """Fails what waits to be written to a topic that is gone. The producer of aiokafka 0.14 asks for its leader
+        without a pause until the records expire: thousands of requests a second."""
+        accumulator = self.producer._message_accumulator
+        for partition in [p for p in accumulator._batches if p.topic == topic]:
+            while partition in accumulator._batches:
+                accumulator._pop_batch(partition).failure(exception=UnknownTopicOrPartitionError(topic))
 
     async def _warn_of_auto_creation(self) -> None:
         if not self.idempotent:
@@ -238,3 +290,24 @@ class KafkaConnections:
                 "kafka.auto_creates_topics",
                 meaning="a deleted reply topic may come back; set auto.create.topics.enable=false on the brokers",
             )
+
+
+def has_died(client: AIOKafkaProducer | AIOKafkaConsumer) -> bool:
+    """Whether the background task of aiokafka 0.14 has ended that sends or fetches: then nothing comes any more, and
+    only a producer says so."""
+    task = client._sender.sender_task if isinstance(client, AIOKafkaProducer) else client._fetcher.error_future
+    return bool(task.done())
+
+
+async def fetch_raw(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> bytes:
+    """A partition's record batches from the one with `offset` on, as the broker has them. Raises KafkaError."""
+    client = consumer._client
+    leader = client.cluster.leader_for_partition(partition)
+    if leader is None or leader < 0:
+        raise LeaderNotAvailableError(partition)
+    wanted = [(partition.topic, [(partition.partition, offset, RAW_FETCH_BYTES)])]
+    response = await client.send(leader, FetchRequest(RAW_FETCH_MS, 1, RAW_FETCH_BYTES, 0, wanted))
+    ((_, ((_, error_code, *_, batches),)),) = response.topics
+    if error_code:
+        raise for_code(error_code)(partition)
+    return bytes(batches)

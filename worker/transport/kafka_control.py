@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from schemas.errors import RequestError
 from schemas.records import Cancel, decode_control
 from schemas.topics import CANCEL_TTL_MS
-from worker.transport.kafka_connections import KafkaConnections
+from worker.transport.kafka_connections import KafkaConnections, has_died
 
 POLL_MS = 200
 RETRY_S = 0.5
@@ -31,15 +31,26 @@ class KafkaControl:
         self._stopping = True
 
     async def run(self) -> None:
+        """Reads until `stop`. Whatever goes wrong, it begins again: a cancel that is read twice does no harm."""
+        while not self._stopping:
+            try:
+                await self._read()
+            except KafkaError as e:
+                log.warning("control.interrupted", error=repr(e))
+                await asyncio.sleep(RETRY_S)
+
+    async def _read(self) -> None:
         consumer = self._connections.consumer(fetch_max_wait_ms=50)
-        await consumer.start()
         try:
+            await consumer.start()
             count = await self._connections.partitions_of(self._topic)
             partitions = [TopicPartition(self._topic, p) for p in range(count)]
             consumer.assign(partitions)
             await self._seek_to_start(consumer, partitions)
             while not self._stopping:
                 await self._poll(consumer)
+                if has_died(consumer):
+                    raise KafkaConnectionError("the consumer of the control topic has died")
         finally:
             await consumer.stop()
 
@@ -52,12 +63,7 @@ class KafkaControl:
             consumer.seek(partition, ends[partition] if start is None else start.offset)
 
     async def _poll(self, consumer: AIOKafkaConsumer) -> None:
-        try:
-            batch = await consumer.getmany(timeout_ms=POLL_MS)
-        except KafkaError as e:
-            log.warning("control.poll_failed", error=repr(e))
-            await asyncio.sleep(RETRY_S)
-            return
+        batch = await consumer.getmany(timeout_ms=POLL_MS)
         for record in (r for records in batch.values() for r in records):
             if record.timestamp + CANCEL_TTL_MS < time.time() * 1000:
                 continue

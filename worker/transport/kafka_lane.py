@@ -15,9 +15,10 @@ from aiokafka.errors import CommitFailedError, CorruptRecordException, IllegalSt
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.records import InputRef
-from worker.transport.kafka_connections import KafkaUnavailable
+from worker.transport.kafka_connections import KafkaUnavailable, fetch_raw, has_died
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery
+from worker.transport.record_batches import BadBatch, RawRecord, read_batches
 
 POLL_MS = 200  # getmany is never cancelled (its fetch count would leak): it ends by itself, and we look at `_stopping`
 RETRY_S = 0.5
@@ -83,6 +84,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._assigned = asyncio.Event()
         self._stopping = asyncio.Event()
         self._draining = False
+        self._member_id = ""  # under which the partitions were assigned
+        self._failure: Exception | None = None  # of an assignment: aiokafka would only log it
         self.polled_at = 0.0  # event loop time of the last poll, whatever came of it
 
     @property
@@ -132,6 +135,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         """Consumes until `stop`; leaves the group at the end. Raises KafkaUnavailable when consuming is impossible."""
         self._consumer.subscribe([self.topic], listener=self)
         committer = asyncio.create_task(self._commit_regularly(), name=f"commit {self.topic}")
+        committer.add_done_callback(lambda _: self._stopping.set())  # should it fail, nothing is committed any more
         try:
             await self._start()
             await self._poll()
@@ -165,12 +169,9 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         failing = False
         while not self._stopping.is_set():
             self.polled_at = asyncio.get_running_loop().time()
+            self._raise_failure()
             try:
-                # Also while everything is paused: without polls the consumer leaves its group.
-                batch = await self._consumer.getmany(timeout_ms=POLL_MS)
-            except (CorruptRecordException, UnicodeDecodeError):
-                await self._pass_unreadable()
-                continue
+                batch = await self._fetch()
             except KafkaError as e:
                 if not e.retriable:
                     raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: {e!r}") from e
@@ -190,24 +191,49 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             if self._draining and not self.num_outstanding:
                 return
 
-    async def _pass_unreadable(self) -> None:
-        """A record's frame cannot be read (a header's name that is not UTF-8 is enough). aiokafka does not say which:
-        each partition is polled alone, one record at a time. The record goes to the DLQ, as far as it is known."""
-        for partition, tracker in list(self._trackers.items()):
-            try:
-                batch = await self._consumer.getmany(partition, timeout_ms=POLL_MS, max_records=1)
-            except (CorruptRecordException, UnicodeDecodeError) as e:
-                offset = tracker.expected
-                log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(e))
-                if tracker.see(offset) is Seen.NEW:
-                    source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
-                    self._deliver(Delivery(self.tier, source, None, None, (), tracker))
-                self._seek(partition, tracker.expected)
-            else:
-                for found, records in batch.items():
-                    self._take(found, records)
+    async def _fetch(self) -> dict[TopicPartition, list[ConsumerRecord[Any, Any]]]:
+        """What has come. Raises KafkaError."""
+        try:
+            # Also while everything is paused: without polls the consumer leaves its group.
+            batch: dict[TopicPartition, list[ConsumerRecord[Any, Any]]] = await self._consumer.getmany(
+                timeout_ms=POLL_MS
+            )
+        except (CorruptRecordException, UnicodeDecodeError):
+            await self._take_unreadable()
+            return {}
+        else:
+            return batch
 
-    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any]]) -> None:
+    def _raise_failure(self) -> None:
+        """Raises KafkaUnavailable for what would leave the consumer silent for ever."""
+        if self._failure is not None:
+            raise KafkaUnavailable(f"lane {self.tier} was assigned in vain: {self._failure!r}") from self._failure
+        if has_died(self._consumer):
+            raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: its fetching has ended")
+
+    async def _take_unreadable(self) -> None:
+        """aiokafka cannot read the frame of some record (a header's name that is not UTF-8 is enough), nor what stands
+        behind it in its batch, and does not say where: every partition's next batches are read without it."""
+        for partition, tracker in list(self._trackers.items()):
+            if partition in self._consumer.paused() or not self._assigned.is_set():
+                continue
+            try:
+                data = await fetch_raw(self._consumer, partition, tracker.expected)
+                self._take(partition, read_batches(data, tracker.expected))
+            except BadBatch as e:
+                self._pass_unreadable(partition, tracker, e)
+            if self._trackers.get(partition) is tracker:
+                self._seek(partition, tracker.expected)
+
+    def _pass_unreadable(self, partition: TopicPartition, tracker: OffsetTracker, error: BadBatch) -> None:
+        """Nobody can read it, and a lane must go on: the DLQ hears where it was."""
+        offset = tracker.expected
+        log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(error))
+        if tracker.see(offset) is Seen.NEW:
+            source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
+            self._deliver(Delivery(self.tier, source, None, None, (), tracker))
+
+    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any] | RawRecord]) -> None:
         tracker = self._trackers.get(partition)
         if tracker is None:
             return  # lost in a re-balance; its new owner reads it from the committed offset
@@ -220,7 +246,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 self._seek(partition, tracker.expected)
                 return
             if seen is Seen.NEW:
-                source = InputRef(record.topic, record.partition, record.offset, record.timestamp)
+                source = InputRef(partition.topic, partition.partition, record.offset, record.timestamp)
                 self._deliver(Delivery(self.tier, source, record.key, record.value, record.headers, tracker))
 
     def _is_full(self, tracker: OffsetTracker, share: float = 1.0) -> bool:
@@ -255,10 +281,27 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             await self._assignment_gate.acquire()  # waits for a commit in flight
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        """Partitions that come back keep their tracker, and with it what runs here; others start from the commit."""
         assigned = sorted(assigned)
         self._joined(self._consumer._group_id, self._consumer._coordinator.member_id)
-        kept = {p: self._trackers[p] for p in assigned if p in self._trackers}
+        try:
+            lost = await self._assign(assigned)
+        except Exception as e:
+            log.exception("lane.not_assigned", lane=self.tier)
+            self._failure, lost = e, []
+        self._assigned.set()
+        self._rebalancing = False
+        self._assignment_gate.release()
+        if lost:
+            self._lost(self.tier)
+        self._shared()
+
+    async def _assign(self, assigned: list[TopicPartition]) -> list[TopicPartition]:
+        """Partitions that come back keep their tracker, and with it what runs here; others start from the commit. After
+        an eviction (another member id) somebody else may have owned them meanwhile. Returns what was lost."""
+        member_id = self._consumer._coordinator.member_id
+        stayed = member_id == self._member_id
+        self._member_id = member_id
+        kept = {p: self._trackers[p] for p in assigned if stayed and p in self._trackers}
         new = [p for p in assigned if p not in kept]
         lost = [p for p in self._trackers if p not in kept]
         self._last_commit = {p: c for p, c in self._last_commit.items() if p in kept}
@@ -268,12 +311,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             self._seek(partition, tracker.expected)
         self._apply_back_pressure()  # pauses are lost at every re-balance
         log.info("lane.assigned", lane=self.tier, partitions=len(assigned), new=len(new), lost=len(lost))
-        self._assigned.set()
-        self._rebalancing = False
-        self._assignment_gate.release()
-        if lost:
-            self._lost(self.tier)
-        self._shared()
+        return lost
 
     async def _count_partitions(self) -> None:
         """Partitions may have been added. Unknown, it is what it was: limits are shared by it, nothing else."""
@@ -285,21 +323,20 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             self.num_partitions = max(count, self.num_owned)
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
-        if not partitions:
-            return {}
-        while True:
+        while partitions and not self._stopping.is_set():
             try:
                 committed = await self._committed_offsets(self._consumer._group_id, partitions)
                 begins = await self._consumer.beginning_offsets(partitions)
                 ends = await self._consumer.end_offsets(partitions)
-            except KafkaError as e:
+            except (KafkaError, OSError) as e:
                 # Without the committed offset the partition must not be read: finished requests would run again.
                 log.warning("lane.committed_offsets_unknown", lane=self.tier, error=repr(e))
-                await asyncio.sleep(RETRY_S)
+                await _first_of(self._stopping, timeout=RETRY_S)
                 continue
             trackers = {p: _tracker(committed.get(p), begins[p], ends[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
             return trackers
+        return {}
 
     # Commits
 
@@ -308,6 +345,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             await _first_of(self._stopping, timeout=self._commit_interval)
             if not self._rebalancing:
                 await self._commit()
+        if not self._rebalancing:
+            await self._commit()  # what was done while the last one was on its way
 
     async def _commit(self) -> None:
         """Commits the done prefix of each partition and its done map, where they changed."""

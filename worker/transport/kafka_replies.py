@@ -1,19 +1,20 @@
 """Reply logs on Kafka (a ReplySink): append, read back, and tell whether their topic exists."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
+from aiokafka.errors import KafkaConnectionError, KafkaError, OutOfOrderSequenceNumber
 from aiokafka.partitioner import murmur2
 
 from schemas.headers import ReplyAddress, write_reply_headers
 from schemas.records import ReplyRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
-from worker.transport.kafka_connections import KafkaConnections
+from worker.transport.kafka_connections import KafkaConnections, has_died
 from worker.transport.protocols import Headers, RecordTooLarge, ReplyTopicGone
 
 SHOW_S = 2.0  # a topic created a moment ago may take this long to show on every broker (protocol.md 5.10)
@@ -33,15 +34,17 @@ class KafkaReplies:
     def __init__(self, connections: KafkaConnections, max_record_bytes: int) -> None:
         self._connections = connections
         self._max_record_bytes = max_record_bytes
+        self._sends: set[asyncio.Task[int | None]] = set()  # in flight, also those that nobody waits for any more
+        self._num_sends: Counter[str] = Counter()  # of them, by topic
+        self._ended: set[str] = set()  # topics to forget when nothing is in flight to them
+        self._failing: set[str] = set()  # what fails now, and was logged
+        self._started: set[AIOKafkaConsumer] = set()
         self._readers: asyncio.Queue[AIOKafkaConsumer | None] = asyncio.Queue()
         for _ in range(MAX_READERS):
             self._readers.put_nowait(None)  # started on first use
 
     async def close(self) -> None:
-        while not self._readers.empty():
-            reader = self._readers.get_nowait()
-            if reader is not None:
-                await reader.stop()
+        await asyncio.gather(*(reader.stop() for reader in self._started))
 
     async def locate(self, address: ReplyAddress) -> ReplyAddress | None:
         loop = asyncio.get_running_loop()
@@ -49,6 +52,7 @@ class KafkaReplies:
         while True:
             try:
                 count = await self._connections.partitions_of(address.topic)
+                self._failing.discard("topic_query")
                 if count > (address.partition or 0):
                     return replace(address, partition=_partition(address, count))
                 missing_since = missing_since or loop.time()
@@ -56,7 +60,7 @@ class KafkaReplies:
                     return None
             except KafkaError as e:
                 missing_since = None
-                log.warning("replies.topic_query_failed", error=repr(e))
+                self._log_once("topic_query", address.topic, e)
             await asyncio.sleep(SHOW_POLL_S)
 
     async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
@@ -64,12 +68,30 @@ class KafkaReplies:
         headers = write_reply_headers(address, event_of(record), trace)
         if _size(address.correlation_id, value, headers) > self._max_record_bytes:
             raise RecordTooLarge(f"a record of {len(value)} bytes")
-        sending = self._append(address.topic, address.partition, address.correlation_id, value, headers)
+        # A task of its own: whoever waits for it may be cancelled, and the record is on its way all the same.
+        sending = self._append_or_give_up(address.topic, address.partition, address.correlation_id, value, headers)
         task = asyncio.create_task(sending, name=f"send to {address.topic}")
+        self._sends.add(task)
+        task.add_done_callback(self._sent)
+        return await asyncio.shield(task)
+
+    def _sent(self, task: asyncio.Task[int | None]) -> None:
+        self._sends.discard(task)
+        if not task.cancelled():
+            task.exception()  # perhaps nobody waits for it any more
+
+    async def _append_or_give_up(
+        self, topic: str, partition: int | None, key: bytes, value: bytes, headers: Headers
+    ) -> int | None:
+        """As `_append`; raises ReplyTopicGone when the topic is deleted meanwhile."""
+        task = asyncio.create_task(self._append(topic, partition, key, value, headers), name=f"append to {topic}")
         while not (await asyncio.wait([task], timeout=PENDING_S))[0]:
             # The producer finds out only after its time-out that the topic is gone, and holds a seat until then.
-            if not await self._still_exists(address.topic):
-                raise ReplyTopicGone(address.topic)
+            if not await self._still_exists(topic):
+                self._connections.abandon_topic(topic)
+                await asyncio.wait([task], timeout=PENDING_S)
+                task.cancel()
+                raise ReplyTopicGone(topic)
         return task.result()
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
@@ -87,19 +109,26 @@ class KafkaReplies:
         self, topic: str, partition: int | None, key: bytes | None, value: bytes | None, headers: Headers
     ) -> int | None:
         producer = self._connections.producer
+        self._connections.remember_topic(topic)
+        self._num_sends[topic] += 1
+        self._ended.discard(topic)
         try:
             acknowledged = await producer.send_and_wait(
                 topic, value, key=key, partition=partition, headers=list(headers)
             )
-        except OutOfOrderSequenceNumber as e:
-            # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
-            # can write nothing more to that partition.
-            log.warning("replies.producer_out_of_sequence", topic=topic, error=repr(e))
-            await self._connections.replace_producer(producer)
-            return None
         except KafkaError as e:
             log.info("replies.send_failed", topic=topic, error=repr(e))
+            # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
+            # can write nothing more to that partition.
+            if isinstance(e, OutOfOrderSequenceNumber) or has_died(producer):
+                await self._connections.replace_producer(producer)
             return None
+        finally:
+            self._num_sends[topic] -= 1
+            if not self._num_sends[topic]:
+                del self._num_sends[topic]
+                if topic in self._ended:
+                    self._forget(topic)
         offset: int = acknowledged.offset
         return offset
 
@@ -110,16 +139,33 @@ class KafkaReplies:
             return True  # nobody knows: the broker is away, and the send waits for it
 
     def forget(self, address: ReplyAddress) -> None:
-        if address.per_request:
-            self._connections.forget_topic(address.topic)
+        if not address.per_request:
+            return
+        if address.topic in self._num_sends:
+            self._ended.add(address.topic)
+        else:
+            self._forget(address.topic)
+
+    def _forget(self, topic: str) -> None:
+        self._ended.discard(topic)
+        self._connections.forget_topic(topic)
 
     async def read(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
         while True:
             try:
-                return await self._read_once(address, start, until)
+                seen = await self._read_once(address, start, until)
             except KafkaError as e:  # passes with time; a missing topic does not, and is told apart
-                log.warning("replies.read_failed", topic=address.topic, error=repr(e))
+                self._log_once("read", address.topic, e)
                 await asyncio.sleep(RETRY_S)
+            else:
+                self._failing.discard("read")
+                return seen
+
+    def _log_once(self, what: str, topic: str, error: KafkaError) -> None:
+        """A broker that is away fails everything that is tried, many times a second."""
+        if what not in self._failing:
+            log.warning(f"replies.{what}_failed", topic=topic, error=repr(error))
+        self._failing.add(what)
 
     async def _read_once(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:
         partition = TopicPartition(address.topic, address.partition)
@@ -139,6 +185,8 @@ class KafkaReplies:
         asked = loop.time()
         while True:
             batch = await reader.getmany(timeout_ms=READ_POLL_MS)
+            if has_died(reader):
+                raise KafkaConnectionError("the reader has died")
             for record in (r for records in batch.values() for r in records):
                 if record.offset > until:
                     return seen
@@ -160,18 +208,28 @@ class KafkaReplies:
             if reader is None:
                 reader = await self._start_reader()
             yield reader
+        except KafkaError:
+            failed, reader = reader, None
+            await self._discard(failed)
+            raise
         finally:
             # No unassign: the next reader assigns its own partition, and nothing is polled until then.
             self._readers.put_nowait(reader)
 
     async def _start_reader(self) -> AIOKafkaConsumer:
         reader = self._connections.consumer(fetch_max_wait_ms=20, check_crcs=False)
+        self._started.add(reader)
         try:
             await reader.start()
         except BaseException:
-            await reader.stop()
+            await self._discard(reader)
             raise
         return reader
+
+    async def _discard(self, reader: AIOKafkaConsumer | None) -> None:
+        if reader is not None:
+            self._started.discard(reader)
+            await reader.stop()
 
 
 def _size(key: bytes | None, value: bytes, headers: Headers) -> int:

@@ -1,0 +1,39 @@
+"""What lies beside the repository, in ../shared, and is not needed to run it: Apache Kafka, the independent checks."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+
+
+class Missing(Exception):
+    """The message says what is missing and where it was looked for."""
+
+
+def kafka_cluster() -> ModuleType:
+    """The module `cluster` that starts Apache Kafka. Raises Missing, also when there is no Java."""
+    folder = Path(os.environ.get("KAFKA_HOME") or SHARED / "kafka")
+    path = folder / "cluster.py"
+    if not path.is_file():
+        raise Missing(f"no Apache Kafka: {folder} has no cluster.py (KAFKA_HOME names another folder)")
+    spec = importlib.util.spec_from_file_location("cluster", path)
+    assert spec is not None
+    assert spec.loader is not None
+    cluster = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cluster)
+    if reason := cluster.available():
+        raise Missing(reason)
+    return cluster
+
+
+def checks_folder() -> Path:
+    """The folder of the independent checks (reader, mock_cluster, ...), importable from now on. Raises Missing."""
+    folder = SHARED / "checks"
+    if not (folder / "reader.py").is_file():
+        raise Missing(f"no independent checks: {folder} does not exist")
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return folder
