@@ -86,7 +86,7 @@ def test_logits_that_are_not_finite_fail_one_sequence_only():
     new = tuple(NewSequence(i, tuple(prompt), len(prompt), 0, GREEDY) for i, prompt in enumerate(prompts))
     scheduled = tuple(ScheduledSequence(i, 0, len(prompt), (i,), True) for i, prompt in enumerate(prompts))
     outcome = runner.execute(StepPlan(0, (), new, scheduled))
-    assert outcome.failed == {1: "the model's logits for this sequence are not finite"}
+    assert outcome.failed == {1: "the model's logits for this sequence are not finite, or rule every token out"}
     good = {i: token.token_id for i, token in outcome.tokens.items()}
     assert good == {i: run_alone(model, prompts[i], 1, GREEDY)[0] for i in (0, 2)}
     plan = StepPlan(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engine.outputs import SampledToken
-from worker.model.sampler import SamplingBatch, sample, uniforms
+from worker.model.sampler import SamplingBatch, sample, streams, uniforms
 
 DEFAULTS = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5, "num_logprobs": -1}
 
@@ -53,6 +53,14 @@ def kept_by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p
     return q / q.sum()
 
 
+def noise(seed: object, choice: object, position: object) -> np.ndarray:
+    """The uniforms of so many tokens; what is one number is the same for all."""
+    seed, choice, position = np.broadcast_arrays(
+        *(np.atleast_1d(np.array(x, np.uint64)) for x in (seed, choice, position))
+    )
+    return uniforms(streams(seed, choice), position)
+
+
 def test_uniforms_are_splitmix64():
     """The noise is pinned: another value would change every seeded answer in the world."""
 
@@ -65,22 +73,19 @@ def test_uniforms_are_splitmix64():
     for seed, choice, position in [(0, 0, 0), (7, 0, 3), (2**64 - 1, 15, 10**6)]:
         stream = (mix((seed + gamma) % 2**64) + (choice + 1) * gamma) % 2**64
         want = (mix((mix(stream) + (position + 1) * gamma) % 2**64) >> 11) * 2.0**-53
-        got = uniforms(*(np.array([x], np.uint64) for x in (seed, choice, position)))
-        assert got.tolist() == [want]
+        assert noise(seed, choice, position).tolist() == [want]
         assert 0.0 <= want < 1.0
 
 
 def test_uniforms_are_uniform_and_unrelated():
     """Over positions, seeds and choices the noise fills [0, 1) evenly, and neighbours do not follow each other."""
     grid = np.arange(4096, dtype=np.uint64)
-    zero = np.zeros_like(grid)
-    streams = [uniforms(zero + 5, zero, grid), uniforms(grid, zero, zero), uniforms(zero + 5, grid, zero)]
-    streams.append(uniforms(zero + 6, zero, grid))
-    for stream in streams:
-        counts, _ = np.histogram(stream, bins=16, range=(0, 1))
+    series = [noise(5, 0, grid), noise(grid, 0, 0), noise(5, grid, 0), noise(6, 0, grid)]
+    for values in series:
+        counts, _ = np.histogram(values, bins=16, range=(0, 1))
         assert ((counts - 256) ** 2 / 256).sum() < 37.7  # chi-square, 15 degrees of freedom, p = 0.001
-        assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.05
-    assert abs(np.corrcoef(streams[0], streams[3])[0, 1]) < 0.05
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(series[0], series[3])[0, 1]) < 0.05
 
 
 def test_greedy_takes_the_lowest_of_equals():
