@@ -120,3 +120,49 @@ def test_more_sequences_than_rows_is_an_error():
     batch = make_batch()
     with pytest.raises(AssertionError, match="more sequences than rows"):
         batch.update(make_plan(0, new=tuple(make_sequence(i, (1,)) for i in range(3))))
+
+
+def edits_of(batch: InputBatch, plan: StepPlan) -> tuple[list[int], list[float], list[int], list[float]]:
+    """(biased ids, biases, penalised ids, what is taken off them) of a step of one sequence."""
+    edits = batch.prepare(plan).sampling.edits
+    if edits is None:
+        return [], [], [], []
+    return (
+        edits.bias_ids.tolist(),
+        edits.bias_values.tolist(),
+        edits.penalised_ids.tolist(),
+        edits.minus.tolist(),
+    )
+
+
+def test_edits_follow_the_tokens_and_end_with_them():
+    """Counts grow with each token and the mask falls when it is due; who has nothing left to edit costs nothing."""
+    batch = InputBatch(1, 200, 4, vocab_size=100)
+    sampling = SamplingParams(min_tokens=2)
+    masked = NewSequence(1, (5, 6), 2, 0, sampling, (9, 7, 1000))
+    plan = make_plan(0, ScheduledSequence(1, 0, 2, (0,), True), new=(masked,))
+    batch.update(plan)
+    for _ in range(2):
+        assert edits_of(batch, plan) == ([9, 7], [-np.inf] * 2, [], [])
+        draw(batch, plan, 3)
+        start = plan.scheduled[0].start + plan.scheduled[0].num_tokens
+        plan = make_plan(plan.step + 1, ScheduledSequence(1, start, 1, (), True))
+        batch.update(plan)
+    assert batch.prepare(plan).sampling.edits is None
+    counted = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    plan = make_plan(
+        9, ScheduledSequence(2, 0, 4, (0,), True), new=(NewSequence(2, (5, 6, 5, 8), 3, 0, counted),), removed=(1,)
+    )
+    batch.update(plan)
+    assert edits_of(batch, plan) == ([], [], [5, 6, 8], [0.0, 0.0, 0.75])
+    for step, token_id in enumerate((6, 8, *range(10, 90)), start=10):
+        draw(batch, plan, token_id)
+        blocks = (step - 9,) if (step - 6) % 4 == 0 else ()
+        plan = make_plan(step, ScheduledSequence(2, step - 6, 1, blocks, True))
+        batch.update(plan)
+    ids, minus = edits_of(batch, plan)[2:]
+    assert ids == [5, 6, 8, *range(10, 90)]
+    assert minus == [0.0, 0.75, 1.25, *[0.75] * 80]
+    last = make_plan(500, ScheduledSequence(3, 0, 1, (0,), True), new=(make_sequence(3, (1,)),), removed=(2,))
+    batch.update(last)
+    assert batch.prepare(last).sampling.edits is None

@@ -27,7 +27,6 @@ class SequenceEdits:
 
     __slots__ = (
         "_bias",
-        "_capacity",
         "_counts",
         "_frequency",
         "_is_counting",
@@ -56,10 +55,9 @@ class SequenceEdits:
         # Where a token is in the arrays; their order is that in which the tokens came.
         counted = prompt if self.repetition != 1.0 else ()
         self._place_of = {token_id: place for place, token_id in enumerate(dict.fromkeys(counted))}
-        self._capacity = len(self._place_of)
-        self._token_ids = np.fromiter(self._place_of, np.int64, self._capacity)
-        self._counts = np.zeros(self._capacity, np.int64)  # in the output
-        self._minus = np.zeros(self._capacity, np.float32)
+        self._counts: dict[int, int] = {}  # in the output
+        self._token_ids = np.fromiter(self._place_of, np.int64, len(self._place_of))
+        self._minus = np.zeros(len(self._place_of), np.float32)
         if self._is_counting:
             for token_id in output:
                 self._count(token_id)
@@ -93,16 +91,16 @@ class SequenceEdits:
         self.bias_values = np.fromiter(bias.values(), np.float32, len(bias))
 
     def _count(self, token_id: int) -> None:
-        place = self._place_of.setdefault(token_id, len(self._place_of))
-        if place == self._capacity:
-            added = max(_MIN_ADDED, self._capacity)
-            self._capacity += added
-            self._token_ids = np.append(self._token_ids, np.zeros(added, np.int64))
-            self._counts = np.append(self._counts, np.zeros(added, np.int64))
-            self._minus = np.append(self._minus, np.zeros(added, np.float32))
-        self._token_ids[place] = token_id
-        self._counts[place] += 1
-        self._minus[place] = self._frequency * self._counts[place] + self._presence
+        count = self._counts[token_id] = self._counts.get(token_id, 0) + 1
+        place = self._place_of.get(token_id)
+        if place is None:
+            place = self._place_of[token_id] = len(self._place_of)
+            if place == len(self._token_ids):
+                added = max(_MIN_ADDED, place)
+                self._token_ids = np.append(self._token_ids, np.zeros(added, np.int64))
+                self._minus = np.append(self._minus, np.zeros(added, np.float32))
+            self._token_ids[place] = token_id
+        self._minus[place] = self._frequency * count + self._presence
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,7 @@ class LogitEdits:
 
     def apply(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Edits `logits` [num_rows, vocab_size], contiguous, in place. Returns what `undo` needs."""
+        assert logits.flags.c_contiguous, "edits would be made to a copy"
         flat, (biased, penalised) = logits.reshape(-1), self._places(logits)
         # A row that is no distribution stays one, and is found out later.
         with np.errstate(invalid="ignore", over="ignore"):

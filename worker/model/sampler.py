@@ -100,26 +100,35 @@ def _draw(
     values: NDArray[np.float32], peak: NDArray[np.float32], batch: SamplingBatch, rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """One token id per row: inverse of the cumulative distribution, over ids in their own order."""
-    weights = _weights(values, peak, batch.temperature[rows])
-    least = _least_weight(weights, values.shape[-1], batch, rows)
-    if least.any():
-        np.multiply(weights, weights >= least[:, None], out=weights)
+    vocab_size = values.shape[-1]
+    scaled = _scaled(values, peak, batch.temperature[rows])
+    top_k = np.where(batch.top_k[rows] < 1, vocab_size, np.minimum(batch.top_k[rows], vocab_size))
+    top_p, min_p = batch.top_p[rows], batch.min_p[rows]
+    if (top_k == vocab_size).all() and (top_p == 1.0).all() and not min_p.any():
+        weights = np.exp(scaled, out=scaled)
+    else:
+        weights = np.exp(scaled)
+        with np.errstate(divide="ignore"):
+            least = np.log(min_p)
+        chosen = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
+        kept = _least_kept(_take(scaled, chosen), _take(weights, chosen), vocab_size, top_k[chosen], top_p[chosen])
+        least[chosen] = np.maximum(least[chosen], kept)
+        np.multiply(weights, scaled >= least[:, None], out=weights)
     return _look_up(weights, batch.uniform[rows])
 
 
-def _weights(
+def _scaled(
     values: NDArray[np.float32], peak: NDArray[np.float32], temperature: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """exp(value / temperature) up to a factor per row, the largest 1; padded with 0 to whole blocks."""
+    """Logarithms of the weights [num_rows, width], the largest 0; filled up with -inf to whole blocks."""
     num_rows, vocab_size = values.shape
     padded = np.empty((num_rows, -(-vocab_size // _BLOCK) * _BLOCK), np.float32)
-    padded[:, vocab_size:] = 0.0
-    weights = padded[:, :vocab_size]
-    with np.errstate(over="ignore"):  # down to -inf, whose exp is 0
-        np.subtract(values, peak[:, None], out=weights)
+    padded[:, vocab_size:] = -np.inf
+    scaled = padded[:, :vocab_size]
+    with np.errstate(over="ignore"):  # down to -inf
+        np.subtract(values, peak[:, None], out=scaled)
         if (temperature != 1.0).any():
-            np.divide(weights, np.maximum(temperature, np.float32(_MIN_TEMPERATURE))[:, None], out=weights)
-    np.exp(weights, out=weights)
+            np.divide(scaled, np.maximum(temperature, np.float32(_MIN_TEMPERATURE))[:, None], out=scaled)
     return padded
 
 
@@ -152,59 +161,62 @@ def _look_up(weights: NDArray[np.float32], share: NDArray[np.float64]) -> NDArra
     return block * _BLOCK + (in_block <= target[:, None]).sum(axis=-1)
 
 
-def _least_weight(
-    weights: NDArray[np.float32], vocab_size: int, batch: SamplingBatch, rows: NDArray[np.int64]
+def _least_kept(
+    scaled: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    vocab_size: int,
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """[num_rows]: the weight below which a row's filters drop a token. `weights` have a maximum of 1 in each row."""
-    least = batch.min_p[rows]
-    top_k = np.where(batch.top_k[rows] < 1, vocab_size, np.minimum(batch.top_k[rows], vocab_size))
-    top_p = batch.top_p[rows]
-    undecided = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
-    largest_k = top_k[undecided].max(where=top_k[undecided] < vocab_size, initial=1)
-    width = -(-int(largest_k) // _BLOCK) * _BLOCK
+    """[num_rows]: the smallest of `scaled` that top_k (vocab_size: all) and top_p keep; `weights` are its exponentials.
+
+    Compared are logarithms: weights near 1, at high temperatures, have not the digits to tell one from another.
+    """
+    least = np.full(len(scaled), -np.inf, np.float32)
+    undecided = np.arange(len(scaled))
+    width = -(-int(top_k.max(where=top_k < vocab_size, initial=1)) // _BLOCK) * _BLOCK
     while len(undecided):
-        kept, decided = _least_kept(
-            _take(weights, undecided), width, top_k[undecided], top_k[undecided] < vocab_size, top_p[undecided]
+        kept, decided = _least_of_largest(
+            _take(scaled, undecided),
+            _take(weights, undecided),
+            width,
+            np.where(top_k[undecided] < vocab_size, top_k[undecided], 0),
+            top_p[undecided],
         )
-        least[undecided] = np.maximum(least[undecided], kept)
+        least[undecided] = kept
         undecided = undecided[~decided]
-        width = weights.shape[-1]
+        width = scaled.shape[-1]
     return least
 
 
-def _least_kept(
+def _least_of_largest(
+    scaled: NDArray[np.float32],
     weights: NDArray[np.float32],
     width: int,
     top_k: NDArray[np.int64],
-    is_limited: NDArray[np.bool_],
     top_p: NDArray[np.float64],
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """The smallest weight that top_k and top_p keep, looking at the `width` largest; and where they are enough to know.
-
-    Where they are not, it is 0.
-    """
-    num_rows, num_weights = weights.shape
-    first = num_weights - width
-    largest = weights if first == 0 else np.partition(weights, first, axis=-1)[:, first:]
-    largest = np.sort(largest, axis=-1)
-    # What top_k drops, here and beyond the largest.
-    least = np.where(is_limited, largest[np.arange(num_rows), width - np.where(is_limited, top_k, 1)], np.float32(0))
-    np.multiply(largest, largest >= least[:, None], out=largest)
-    total = _block_sums(largest).sum(axis=-1, dtype=np.float64)
-    if first == 0 or (top_p == 1.0).all():
-        others = np.zeros(num_rows)
-    else:
-        # Beyond the largest there are, without top_k, all others; with it those as likely as the last of the k.
-        others = _block_sums(weights).sum(axis=-1, dtype=np.float64) - total
-        equal = np.count_nonzero(weights == least[:, None], axis=-1) - np.count_nonzero(
-            largest == least[:, None], axis=-1
+    """What `_least_kept` looks for among the `width` largest of each row, and whether it is there. top_k 0: all."""
+    rows, is_limited = np.arange(len(scaled)), top_k > 0
+    first = scaled.shape[-1] - width
+    largest = np.sort(scaled if first == 0 else np.partition(scaled, first, axis=-1)[:, first:], axis=-1)
+    least = np.where(is_limited, largest[rows, width - np.maximum(top_k, 1)], np.float32(-np.inf))
+    largest_weights = np.exp(largest) * (largest >= least[:, None])
+    total = _block_sums(largest_weights).sum(axis=-1, dtype=np.float64)
+    others = np.zeros(len(scaled))  # what is kept by top_k beyond the largest: all, or what is as likely as the last
+    if first > 0 and (top_p < 1.0).any():
+        num_equal = np.count_nonzero(scaled == least[:, None], axis=-1)
+        num_equal -= np.count_nonzero(largest == least[:, None], axis=-1)
+        others = np.where(
+            is_limited,
+            num_equal * np.exp(least, dtype=np.float64),
+            _block_sums(weights).sum(axis=-1, dtype=np.float64) - total,
         )
-        others = np.where(is_limited, equal * least.astype(np.float64), others)
-    dropped = (1.0 - top_p) * (total + others) - others  # of the largest, their sum
-    decided = is_limited | (dropped >= 0)
+    dropped = (1.0 - top_p) * (total + others) - others  # by top_p, of the largest
     share = np.clip(dropped / total, 0.0, 1 - 2.0**-53)
-    kept = np.maximum(least, largest[np.arange(num_rows), _look_up(largest, share)])
-    return np.where(decided, kept, np.float32(0)), decided
+    kept = np.maximum(least, largest[rows, _look_up(largest_weights, share)])
+    decided = is_limited | (dropped >= 0)
+    return np.where(decided, kept, np.float32(-np.inf)), decided
 
 
 def _describe(
@@ -213,8 +225,8 @@ def _describe(
     """The drawn tokens with log probabilities, alternatives most likely first, among equals the lowest id."""
     num_rows, vocab_size = values.shape
     peak = values.max(axis=-1)
-    ones = np.ones(num_rows, np.float32)
-    log_total = np.log(_block_sums(_weights(values, peak, ones)).sum(axis=-1, dtype=np.float64)) + peak
+    scaled = _scaled(values, peak, np.ones(num_rows, np.float32))
+    log_total = np.log(_block_sums(np.exp(scaled, out=scaled)).sum(axis=-1, dtype=np.float64)) + peak
     chosen = (values[np.arange(num_rows), token_ids] - log_total).tolist()
     num_top = min(int(num_logprobs.max()), vocab_size)
     if num_top == 0:
