@@ -1,5 +1,7 @@
 """Stop strings: least hold-back, earliest cut. The rows are those of issues that other engines had."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from schemas.reasons import FinishReason
 from tests.engine.builders import EOS, Engine, ScriptedRunner, make_request
 from worker.engine.fakes import ByteDetokenizer
 from worker.engine.outputs import SamplingParams
+from worker.engine.request import Sequence
 from worker.engine.stop import StopMatcher
 
 
@@ -127,7 +130,7 @@ def test_cut_anywhere_in_its_bytes_a_text_ends_where_it_should(stops: list[str],
     data, detokenizer, matcher = text.encode(), ByteDetokenizer(), StopMatcher(tuple(stops))
     bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     shown = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         piece = "".join(map(detokenizer.feed, data[start:end]))
         out, matched = matcher.feed(piece)
         shown += out
@@ -246,6 +249,13 @@ def test_row_30_no_end_token_is_drawn_before_min_tokens(end: int, min_tokens: in
     assert len(engine.tokens()) == num_tokens
     assert engine.tokens().index(end) == num_tokens - 1
     assert engine.finish().reason is FinishReason.STOP
+
+
+def test_row_30_an_end_token_that_comes_too_early_ends_nothing() -> None:
+    """Whatever a runner gives: the finish rule holds by itself."""
+    seq = Sequence(0, make_request(sampling=SamplingParams(min_tokens=2), stop_token_ids=(66,)), 0)
+    assert seq.append(EOS) == ("", None)
+    assert seq.append(66) == ("", FinishReason.STOP)
 
 
 def test_row_30_min_tokens_above_max_tokens_is_length() -> None:

@@ -144,6 +144,29 @@ def test_equally_likely_tokens_stay_together():
     np.testing.assert_allclose(drawn([3.0, 3.0, -9.0], even, top_p=0.3), [0.5, 0.5, 0], atol=2e-3)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.02, 600), (0.01, 1)])
+def test_top_p_measures_all_that_top_k_left(top_p, kept):
+    """Of one likely token and 599 equal ones top_k 2 keeps all; top_p is a share of them together, however many."""
+    logits = [3.0, *[1.0] * 599]  # weights 1 and 0.135: the likely one has 1 of 82
+    even = (np.arange(3000) + 0.5) / 3000
+    assert np.count_nonzero(drawn(logits, even, top_k=2, top_p=top_p)) == kept
+
+
+def test_hot_logits_that_differ_are_told_apart():
+    """At a temperature that makes all weights the same in float32, top_k keeps the k largest and no more."""
+    logits = np.linspace(0.0, 5.0, 300)
+    even = (np.arange(100) + 0.5) / 100
+    frequencies = drawn(logits.tolist(), even, top_k=3, temperature=1e6)
+    assert np.flatnonzero(frequencies).tolist() == [297, 298, 299]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 512, 1000])
+def test_any_vocabulary_is_drawn_from_whole(vocab_size):
+    """Sums are made in blocks: the first and the last token of each, and what follows the last whole block, come up."""
+    even = (np.arange(4 * vocab_size) + 0.5) / (4 * vocab_size)
+    np.testing.assert_allclose(drawn([0.5] * vocab_size, even), np.full(vocab_size, 1 / vocab_size))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1.0, 1e30])
 def test_extreme_noise_and_temperatures_stay_in_the_support(uniform, temperature):
@@ -188,6 +211,16 @@ def test_logprobs_are_the_models_own():
     assert second.logprob is None
     assert second.top == ()
     assert third == SampledToken(3, pytest.approx(want[3]), ())
+
+
+def test_alternatives_that_are_equal_come_in_order():
+    """Among equals the lowest id comes first, and is the one that is reported; what the model rules out is none."""
+    logits = torch.tensor(
+        [[1.0, 2.0, 2.0, 1.0, 2.0, -math.inf], [0.0, -math.inf, 0.0, -math.inf, -math.inf, -math.inf]]
+    )
+    first, second = sample(logits, make_batch({"num_logprobs": 4}, {"num_logprobs": 3}))
+    assert [token_id for token_id, _ in first.top] == [1, 2, 4, 0]
+    assert [token_id for token_id, _ in second.top] == [0, 2]
 
 
 def test_more_alternatives_than_tokens():

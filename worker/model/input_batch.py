@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.paged_attention import RaggedBatch
-from worker.engine.outputs import NewSequence, ScheduledSequence, StepPlan
+from worker.engine.outputs import NewSequence, StepPlan
 from worker.model.logit_edits import LogitEdits, SequenceEdits
 from worker.model.sampler import SamplingBatch, streams, uniforms
 
