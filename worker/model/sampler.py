@@ -4,8 +4,8 @@ One uniform number per token, a pure function of (seed, choice, position), is lo
 distribution over the token ids that the filters keep. Nothing depends on what else is in the batch, so preemption,
 resumption and the company a sequence keeps do not change its tokens.
 
-It is numpy, not torch: on a CPU its exp, its sums and above all its partition and sort of float32 take a tenth of the
-time (bench/sampling_cost.py), and each row is computed in the same order of operations whatever is beside it.
+It is numpy, not torch: on a CPU with vector instructions its argmax, partition and sort of float32 take a tenth of the
+time (docs/performance.md), and each row is computed in the same order of operations whatever is beside it.
 """
 
 from dataclasses import dataclass
