@@ -1,6 +1,6 @@
 """From a request as it was published to one that the engine can run: everything that needs the model's facts."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,19 +13,15 @@ from worker.engine.protocols import Detokenizer
 from worker.engine.request import Request
 
 MAX_TEMPERATURE = 1e6  # uniform in float32; larger ones overflow
-
-# Fields of the contract that this worker does not implement yet, and the values that mean "do nothing".
-_NOT_YET: dict[str, object] = {
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-}
+# A bias of this size bans or forces a token, whatever the model says, and survives any penalty in float32.
+MAX_BIAS = 1e30
+MAX_REPETITION_PENALTY = 1e6  # and its inverse
 
 
 class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Token ids; of an empty text the BOS token, if there is one."""
+        ...
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a conversation by the model's chat template. Raises ValueError when there is none."""
@@ -62,14 +58,14 @@ def check_tier(tenant: str, tier: str, allowed: Collection[str]) -> None:
 
 def check_fields(request: PromptRequest, model: ModelFacts) -> None:
     """Refuses what cannot be served whatever the prompt. Raises RequestError."""
-    for name, neutral in _NOT_YET.items():
-        if getattr(request, name) != neutral:
-            message = f"{name!r} is not implemented by this worker yet: leave it out"
-            raise RequestError(ErrorCode.INVALID_REQUEST, message)
     if request.model is not None and request.model != model.name:
         message = f"model {request.model[:100]!r} is not served here; this lane's model is {model.name!r}"
         raise RequestError(ErrorCode.MODEL_NOT_FOUND, message)
     _check_vocabulary("stop_token_ids", request.stop_token_ids, model)
+    _check_vocabulary("logit_bias", request.logit_bias, model)
+    if request.min_tokens and len({*model.eos_token_ids, *request.stop_token_ids}) >= model.vocab_size:
+        message = "'min_tokens' leaves nothing to generate: 'stop_token_ids' are the whole vocabulary"
+        raise RequestError(ErrorCode.INVALID_REQUEST, message)
 
 
 def tokenise(request: PromptRequest, tier: Tier, model: ModelFacts) -> Prompt:
@@ -101,7 +97,7 @@ def _token_ids(request: PromptRequest, model: ModelFacts) -> tuple[int, ...]:
     return tuple(model.tokenizer.encode(request.prompt or ""))
 
 
-def _check_vocabulary(field: str, token_ids: tuple[int, ...], model: ModelFacts) -> None:
+def _check_vocabulary(field: str, token_ids: Iterable[int], model: ModelFacts) -> None:
     bad = next((t for t in token_ids if not 0 <= t < model.vocab_size), None)
     if bad is not None:
         message = f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
@@ -152,4 +148,13 @@ def sampling_params(request: PromptRequest, seed: int, vocab_size: int) -> Sampl
         min_p=request.min_p,
         seed=seed,
         logprobs=request.logprobs,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=_within(request.repetition_penalty, 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        logit_bias=tuple((i, _within(bias, -MAX_BIAS, MAX_BIAS)) for i, bias in request.logit_bias.items()),
+        min_tokens=request.min_tokens,
     )
+
+
+def _within(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most)

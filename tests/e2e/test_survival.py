@@ -14,6 +14,21 @@ from tests.e2e.workers import WorkerProcess, producing
 
 LANES = ("interactive", "standard", "batch")
 
+# Greedy, drawn, and drawn with what depends on the tokens before: all of it goes on after a crash.
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 7, "top_p": 0.95},
+    {"repetition_penalty": 1.2, "logit_bias": {"65": 2.0}},
+    {
+        "temperature": 0.9,
+        "seed": 8,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.5,
+        "min_tokens": 250,
+        "logprobs": 1,
+    },
+)
+
 
 async def read_all(bootstrap: str, topics: list[str], timeout: float = 120) -> dict[str, Any]:
     """Reads reply logs with the independent reader, which raises on a gap or a contradiction."""
@@ -43,7 +58,7 @@ async def test_kill_9_with_20_requests_in_flight(kafka: Any, checks: Path, tmp_p
     """The worker is killed twice and another started: all 20 streams end complete, and equal an undisturbed run."""
     log = tmp_path / "worker.log"
     async with producing(kafka.bootstrap, "kill.") as producer:
-        bodies = [{"prompt": f"Tale {i}", "max_tokens": 300 + i} for i in range(20)]
+        bodies = [{"prompt": f"Tale {i}", "max_tokens": 300 + i} | SAMPLING[i % len(SAMPLING)] for i in range(20)]
         worker = WorkerProcess(kafka.bootstrap, log, "--lane-prefix", "kill.")
         with worker:
             topics = [await producer.ask(LANES[i % 3], **body) for i, body in enumerate(bodies)]

@@ -82,6 +82,36 @@ def test_a_failed_sequence_takes_its_request_with_it() -> None:
     assert engine.scheduler.stats().num_blocks_used == 0
 
 
+class FailingDetokenizer:
+    """Takes three tokens, then raises whatever is asked of it."""
+
+    def __init__(self) -> None:
+        self._num_fed = 0
+
+    def feed(self, token_id: int) -> str:
+        self._num_fed += 1
+        if self._num_fed > 3:
+            raise ValueError("invalid prefix")
+        return "x"
+
+    def flush(self) -> str:
+        if self._num_fed > 3:
+            raise ValueError("invalid prefix")
+        return ""
+
+
+def test_row_27_a_detokenizer_that_fails_ends_its_request_only() -> None:
+    """The engine lives: the request ends with `internal`, with the tokens that it had; the one beside it goes on."""
+    engine = Engine()
+    engine.add(make_request("bad", new_detokenizer=FailingDetokenizer), make_request("good"))
+    engine.run()
+    end = engine.finish("bad")
+    assert (end.reason, end.error) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+    assert "invalid prefix" in end.message
+    assert engine.text("bad") == "xxx"
+    assert engine.finish("good").reason is FinishReason.LENGTH
+
+
 def test_cancel_of_an_unknown_or_finished_request() -> None:
     """No events, no effect."""
     engine = make_engine()

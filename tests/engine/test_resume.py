@@ -4,7 +4,7 @@ import pytest
 
 from schemas.reasons import FinishReason
 from tests.engine.builders import EOS, Engine, ScriptedRunner, make_request
-from worker.engine.outputs import TokenEvent
+from worker.engine.outputs import SamplingParams, TokenEvent
 
 
 def run_script(script: list[int], accepted: list[int], **fields: object) -> Engine:
@@ -25,6 +25,11 @@ SCRIPTS = {
     "EOS after a held-back beginning": ([*b"ab<", EOS], {"stop": ("<x>",)}),
     "a stop token": ([65, 66, 67, 68], {"stop_token_ids": (67,)}),
     "one token": ([65], {}),
+    "a stop string before min_tokens": (
+        list(b"a</s>b</s>c"),
+        {"stop": ("</s>",), "sampling": SamplingParams(min_tokens=8)},
+    ),
+    "EOS as soon as min_tokens allow": ([65, EOS, EOS, EOS, EOS], {"sampling": SamplingParams(min_tokens=3)}),
 }
 
 

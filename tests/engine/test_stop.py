@@ -1,12 +1,16 @@
 """Stop strings: least hold-back, earliest cut. The rows are those of issues that other engines had."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.reasons import FinishReason
-from tests.engine.builders import Engine, ScriptedRunner, make_request
+from tests.engine.builders import EOS, Engine, ScriptedRunner, make_request
 from worker.engine.fakes import ByteDetokenizer
+from worker.engine.outputs import SamplingParams
+from worker.engine.request import Sequence
 from worker.engine.stop import StopMatcher
 
 
@@ -84,6 +88,69 @@ def test_equals_the_definition(stops: list[str], pieces: list[str]) -> None:
     assert shown + matcher.flush() == text
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
+    num_early=st.integers(0, 8),
+)
+def test_equals_the_definition_where_early_stops_do_not_count(
+    stops: list[str], pieces: list[str], num_early: int
+) -> None:
+    """A stop that the first pieces complete is text like any other; one that they only begin still cuts."""
+    matcher = StopMatcher(tuple(stops))
+    text = shown = ""
+    num_early_chars = len("".join(pieces[:num_early]))
+    for i, piece in enumerate(pieces):
+        text += piece
+        out, matched = matcher.feed(piece, may_end=i >= num_early)
+        shown += out
+        starts = [
+            start
+            for stop in stops
+            for start in range(len(text) - len(stop) + 1)
+            if text.startswith(stop, start) and start + len(stop) > num_early_chars
+        ]
+        assert matched == (i >= num_early and bool(starts))
+        if matched:
+            assert shown == text[: min(starts)]
+            return
+        assert shown == text[: len(text) - held_back(text, stops)]
+    assert shown + matcher.flush() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    stops=st.lists(st.text("aé€", min_size=1, max_size=3), min_size=1, max_size=3),
+    text=st.text("aé€😀", max_size=12),
+    cuts=st.lists(st.integers(0, 48), max_size=10),
+)
+def test_cut_anywhere_in_its_bytes_a_text_ends_where_it_should(stops: list[str], text: str, cuts: list[int]) -> None:
+    """Tokens of any bytes, through detokeniser and matcher: shown is all whole characters but the ambiguous end."""
+    data, detokenizer, matcher = text.encode(), ByteDetokenizer(), StopMatcher(tuple(stops))
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    shown = ""
+    for start, end in pairwise(bounds):
+        piece = "".join(map(detokenizer.feed, data[start:end]))
+        out, matched = matcher.feed(piece)
+        shown += out
+        whole = data[:end].decode(errors="ignore")
+        starts = [whole.find(stop) for stop in stops if stop in whole]
+        assert matched == bool(starts)
+        if matched:
+            assert shown == whole[: min(starts)]
+            return
+        assert shown == whole[: len(whole) - held_back(whole, stops)]
+    assert shown + matcher.flush() == text
+
+
+def test_a_long_stop_string_costs_what_of_it_occurs() -> None:
+    """A million characters of stop string are not looked at before the text comes near them."""
+    matcher = StopMatcher(("ab" * 500_000,))
+    assert matcher.feed("plain text, abab and ")[0] == "plain text, abab and "
+    assert len(matcher._failures[0]) < 10
+
+
 def generate(text: str, **fields: object) -> Engine:
     """An engine that has generated the bytes of text, one a token."""
     script = text.encode()
@@ -137,3 +204,68 @@ def test_row_29_only_the_ambiguous_suffix_is_held() -> None:
     """A long stop string delays nothing that cannot be its beginning."""
     engine = generate("plain text", stop=("<a very long stop string>",))
     assert [event.text for event in engine.events[:10]] == list("plain text")
+
+
+def generate_tokens(script: list[int], **fields: object) -> Engine:
+    engine = Engine(lambda config: ScriptedRunner(config, script))
+    engine.add(make_request(**{"max_tokens": len(script), **fields}))
+    engine.run()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "num_tokens"), [(0, 4), (1, 4), (3, 4), (4, 4), (5, 8), (8, 8), (9, 10), (99, 10)]
+)
+def test_row_30_a_stop_string_counts_from_min_tokens_on(min_tokens: int, num_tokens: int) -> None:
+    """The token that completes the stop is the first that may end the choice; earlier stops are shown as text."""
+    engine = generate_tokens(list(b"a</>b</>cd"), sampling=SamplingParams(min_tokens=min_tokens), stop=("</>",))
+    assert len(engine.tokens()) == num_tokens
+    assert engine.text() == {4: "a", 8: "a</>b", 10: "a</>b</>cd"}[num_tokens]
+    assert engine.finish().reason is (FinishReason.LENGTH if num_tokens == 10 else FinishReason.STOP)
+
+
+def test_row_30_a_stop_begun_before_min_tokens_and_completed_after_cuts() -> None:
+    """Its beginning is held back, so nothing of it was shown."""
+    engine = generate_tokens(list(b"ab</>c"), sampling=SamplingParams(min_tokens=5), stop=("</>",))
+    assert (engine.text(), len(engine.tokens())) == ("ab", 5)
+
+
+@pytest.mark.parametrize("end", [EOS, EOS + 1, 67])
+@pytest.mark.parametrize("min_tokens", [0, 2, 3])
+def test_row_30_no_end_token_is_drawn_before_min_tokens(end: int, min_tokens: int) -> None:
+    """Each EOS of several, and a stop token: the runner gives another one until so many are generated."""
+    script = [65, end, end, end, 66]
+    engine = Engine(lambda config: ScriptedRunner(config, script))
+    engine.add(
+        make_request(
+            max_tokens=5,
+            eos_token_ids=(EOS, EOS + 1),
+            stop_token_ids=(67,),
+            sampling=SamplingParams(min_tokens=min_tokens),
+        )
+    )
+    engine.run()
+    num_tokens = max(min_tokens, 1) + 1
+    assert len(engine.tokens()) == num_tokens
+    assert engine.tokens().index(end) == num_tokens - 1
+    assert engine.finish().reason is FinishReason.STOP
+
+
+def test_row_30_an_end_token_that_comes_too_early_ends_nothing() -> None:
+    """Whatever a runner gives: the finish rule holds by itself."""
+    seq = Sequence(0, make_request(sampling=SamplingParams(min_tokens=2), stop_token_ids=(66,)), 0)
+    assert seq.append(EOS) == ("", None)
+    assert seq.append(66) == ("", FinishReason.STOP)
+
+
+def test_row_30_min_tokens_above_max_tokens_is_length() -> None:
+    """max_tokens ends a choice whatever min_tokens says."""
+    engine = generate_tokens([65, EOS, EOS], max_tokens=3, sampling=SamplingParams(min_tokens=10))
+    assert (len(engine.tokens()), engine.finish().reason) == (3, FinishReason.LENGTH)
+
+
+def test_row_30_an_ignored_eos_does_not_end_a_choice_after_min_tokens() -> None:
+    """ignore_eos goes on beyond min_tokens; a stop token does not."""
+    fields = {"sampling": SamplingParams(min_tokens=2), "ignore_eos": True, "stop_token_ids": (67,)}
+    engine = generate_tokens([65, 66, EOS, 67, 68], **fields)
+    assert (engine.tokens(), engine.finish().reason) == ([65, 66, EOS, 67], FinishReason.STOP)

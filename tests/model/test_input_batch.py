@@ -3,13 +3,13 @@ import pytest
 
 from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 from worker.model.input_batch import InputBatch
-from worker.model.sampler import uniforms
+from worker.model.sampler import streams, uniforms
 
 SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=-1, logprobs=2)
 
 
 def make_batch() -> InputBatch:
-    return InputBatch(max_num_seqs=2, max_model_len=10, block_size=4)
+    return InputBatch(max_num_seqs=2, max_model_len=10, block_size=4, vocab_size=100)
 
 
 def make_sequence(seq_id: int, token_ids: tuple[int, ...], num_prompt_tokens: int | None = None) -> NewSequence:
@@ -18,6 +18,11 @@ def make_sequence(seq_id: int, token_ids: tuple[int, ...], num_prompt_tokens: in
 
 def make_plan(step: int, *scheduled: ScheduledSequence, new: tuple = (), removed: tuple = ()) -> StepPlan:
     return StepPlan(step, removed, new, scheduled)
+
+
+def draw(batch: InputBatch, plan: StepPlan, *token_ids: int) -> None:
+    """As if these had been drawn in the step, in the order of its sampling rows."""
+    batch.append(batch.prepare(plan).sampling_rows, np.array(token_ids))
 
 
 def test_a_mixed_step_is_flattened_by_length():
@@ -47,8 +52,9 @@ def test_sampling_columns_follow_their_sequence():
     assert sampling.temperature.tolist() == [0.5]
     assert (sampling.top_k[0], sampling.top_p[0], sampling.num_logprobs[0]) == (3, 0.9, 2)
     assert sampling.min_p[0] == np.float32(0.1)
-    want = uniforms(*(np.array([x], np.uint64) for x in (2**64 - 1, 1, 2)))  # seed -1, choice 1, two tokens so far
-    assert sampling.uniform.tolist() == want.tolist()
+    seed, choice, position = np.array([[2**64 - 1], [1], [2]], np.uint64)  # seed -1, choice 1, two tokens so far
+    assert sampling.uniform.tolist() == uniforms(streams(seed, choice), position).tolist()
+    assert sampling.edits is None
 
 
 def test_rows_grow_and_are_used_again():
@@ -56,7 +62,7 @@ def test_rows_grow_and_are_used_again():
     batch = make_batch()
     first = make_plan(0, ScheduledSequence(1, 0, 4, (0,), True), new=(make_sequence(1, (1, 2, 3, 4)),))
     batch.update(first)
-    batch.append(1, 50)
+    draw(batch, first, 50)
     second = make_plan(1, ScheduledSequence(1, 4, 1, (7,), True))
     batch.update(second)
     inputs = batch.prepare(second)
@@ -85,8 +91,8 @@ def test_a_row_may_be_filled_to_the_models_limit():
     batch = make_batch()
     plan = make_plan(0, ScheduledSequence(1, 0, 9, (0, 1, 2), True), new=(make_sequence(1, tuple(range(9))),))
     batch.update(plan)
-    batch.append(1, 9)
-    batch.append(1, 10)
+    draw(batch, plan, 9)
+    batch.append(batch.prepare(make_plan(0, ScheduledSequence(1, 9, 1, (), True))).sampling_rows, np.array([10]))
     last = make_plan(1, ScheduledSequence(1, 9, 1, (), True))
     batch.update(last)
     assert batch.prepare(last).token_ids.tolist() == [9]
@@ -114,3 +120,49 @@ def test_more_sequences_than_rows_is_an_error():
     batch = make_batch()
     with pytest.raises(AssertionError, match="more sequences than rows"):
         batch.update(make_plan(0, new=tuple(make_sequence(i, (1,)) for i in range(3))))
+
+
+def edits_of(batch: InputBatch, plan: StepPlan) -> tuple[list[int], list[float], list[int], list[float]]:
+    """(biased ids, biases, penalised ids, what is taken off them) of a step of one sequence."""
+    edits = batch.prepare(plan).sampling.edits
+    if edits is None:
+        return [], [], [], []
+    return (
+        edits.bias_ids.tolist(),
+        edits.bias_values.tolist(),
+        edits.penalised_ids.tolist(),
+        edits.minus.tolist(),
+    )
+
+
+def test_edits_follow_the_tokens_and_end_with_them():
+    """Counts grow with each token and the mask falls when it is due; who has nothing left to edit costs nothing."""
+    batch = InputBatch(1, 200, 4, vocab_size=100)
+    sampling = SamplingParams(min_tokens=2)
+    masked = NewSequence(1, (5, 6), 2, 0, sampling, (9, 7, 1000))
+    plan = make_plan(0, ScheduledSequence(1, 0, 2, (0,), True), new=(masked,))
+    batch.update(plan)
+    for _ in range(2):
+        assert edits_of(batch, plan) == ([9, 7], [-np.inf] * 2, [], [])
+        draw(batch, plan, 3)
+        start = plan.scheduled[0].start + plan.scheduled[0].num_tokens
+        plan = make_plan(plan.step + 1, ScheduledSequence(1, start, 1, (), True))
+        batch.update(plan)
+    assert batch.prepare(plan).sampling.edits is None
+    counted = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    plan = make_plan(
+        9, ScheduledSequence(2, 0, 4, (0,), True), new=(NewSequence(2, (5, 6, 5, 8), 3, 0, counted),), removed=(1,)
+    )
+    batch.update(plan)
+    assert edits_of(batch, plan) == ([], [], [5, 6, 8], [0.0, 0.0, 0.75])
+    for step, token_id in enumerate((6, 8, *range(10, 90)), start=10):
+        draw(batch, plan, token_id)
+        blocks = (step - 9,) if (step - 6) % 4 == 0 else ()
+        plan = make_plan(step, ScheduledSequence(2, step - 6, 1, blocks, True))
+        batch.update(plan)
+    ids, minus = edits_of(batch, plan)[2:]
+    assert ids == [5, 6, 8, *range(10, 90)]
+    assert minus == [0.0, 0.75, 1.25, *[0.75] * 80]
+    last = make_plan(500, ScheduledSequence(3, 0, 1, (0,), True), new=(make_sequence(3, (1,)),), removed=(2,))
+    batch.update(last)
+    assert batch.prepare(last).sampling.edits is None

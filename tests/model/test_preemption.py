@@ -1,5 +1,7 @@
 """Preemption in the real worker's engine: real blocks move, and nobody sees it in the tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engine.builders import make_config, make_request
@@ -17,6 +19,16 @@ COST = CostModel(
 )
 
 
+# By request number: greedy, drawn, and drawn with all that depends on what was generated before.
+SAMPLING = (
+    SamplingParams(temperature=1.0, logprobs=2),
+    GREEDY,
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=0),
+    SamplingParams(temperature=1.2, top_p=0.9, presence_penalty=1.5, logit_bias=((66, 3.0), (70, -50.0)), logprobs=3),
+    SamplingParams(temperature=0.8, top_k=30, repetition_penalty=0.8, min_tokens=25, logprobs=1),
+)
+
+
 def requests(model: LoadedModel) -> list[Request]:
     """Eight long ones of a low class, then four of a high one; some sampled, some with several choices."""
     prompts = random_prompts((60, 90, 33, 120, 47, 80, 64, 100, 40, 70, 16, 55), 256, seed=3)
@@ -24,10 +36,11 @@ def requests(model: LoadedModel) -> list[Request]:
         make_request(
             str(i),
             prompt=prompt,
-            sampling=GREEDY if i % 3 else SamplingParams(temperature=1.0, seed=i),
+            sampling=replace(SAMPLING[i % len(SAMPLING)], seed=i),
             max_tokens=40 if i < 8 else 12,
             n=2 if i in (3, 9) else 1,
             eos_token_ids=model.eos_token_ids,
+            stop_token_ids=tuple(range(100, 115)) if SAMPLING[i % len(SAMPLING)].min_tokens else (),
             ignore_eos=True,
             priority=1 if i < 8 else 7,
             priority_class=0 if i < 8 else 2,
@@ -37,8 +50,10 @@ def requests(model: LoadedModel) -> list[Request]:
     ]
 
 
-def run(model: LoadedModel, late_step: int = 12, **limits: object) -> tuple[dict, list[StepRecord], list[FinishEvent]]:
-    """Tokens per (request, choice), step records and ends; the urgent requests arrive at `late_step`."""
+def run(
+    model: LoadedModel, late_step: int = 12, everything: list[Request] | None = None, **limits: object
+) -> tuple[dict, list[StepRecord], list[FinishEvent]]:
+    """SampledTokens per (request, choice), step records and ends; the urgent requests arrive at `late_step`."""
     config = make_config(**limits, max_model_len=model.max_model_len)
     scheduler = Scheduler(config, cost=COST)
     runner = TorchRunner(
@@ -49,7 +64,7 @@ def run(model: LoadedModel, late_step: int = 12, **limits: object) -> tuple[dict
         config.max_num_batched_tokens,
         num_host_blocks=config.num_host_blocks,
     )
-    everything = requests(model)
+    everything = everything or requests(model)
     for request in everything[:8]:
         scheduler.add(request)
     tokens, records, ends, step = {}, [], [], 0
@@ -65,7 +80,7 @@ def run(model: LoadedModel, late_step: int = 12, **limits: object) -> tuple[dict
         scheduler.check_integrity()
         for event in events:
             if isinstance(event, TokenEvent):
-                tokens.setdefault((event.request_id, event.choice), []).append(event.token.token_id)
+                tokens.setdefault((event.request_id, event.choice), []).append(event.token)
             else:
                 ends.append(event)
     return tokens, records, ends
@@ -73,7 +88,8 @@ def run(model: LoadedModel, late_step: int = 12, **limits: object) -> tuple[dict
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 def test_preemption_is_invisible_in_the_tokens(mode: str):
-    """A pool and seats made too small: swapped and recomputed requests give the tokens of an undisturbed run."""
+    """A pool and seats made too small: swapped and recomputed requests give the tokens of an undisturbed run, with
+    the same log probabilities, whatever they are drawn with."""
     model = load_model("tiny")
     roomy = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 512}
     tight = {"num_blocks": 30, "block_size": 16, "max_num_seqs": 6, "max_num_batched_tokens": 96}
@@ -84,7 +100,40 @@ def test_preemption_is_invisible_in_the_tokens(mode: str):
     assert len(preempted) >= 3
     assert mode == "auto" or {p.mode for p in preempted} >= {mode}
     assert sum(e.stats.swaps + e.stats.recomputes for e in ends) == len(preempted)
-    assert tokens == calm
+    assert_same_tokens(tokens, calm)
+
+
+def assert_same_tokens(tokens: dict, calm: dict) -> None:
+    """Log probabilities differ by what other batches do to float32 sums."""
+    assert {key: [t.token_id for t in own] for key, own in tokens.items()} == {
+        key: [t.token_id for t in own] for key, own in calm.items()
+    }
+    for key, own in calm.items():
+        for mine, theirs in zip(tokens[key], own, strict=True):
+            assert mine.logprob == (theirs.logprob and pytest.approx(theirs.logprob, abs=1e-4))
+            assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
+
+
+@pytest.mark.parametrize("num_accepted", [1, 7, 24, 25])
+def test_what_goes_on_from_accepted_tokens_is_the_same(num_accepted: int):
+    """As after a crash: each request is given again with the tokens that its caller has, and draws the same rest."""
+    model = load_model("tiny")
+    limits = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 512}
+    calm, _, _ = run(model, **limits)
+    resumed = [
+        replace(
+            request,
+            accepted=tuple(
+                tuple(t.token_id for t in calm[request.request_id, choice][:num_accepted])
+                for choice in range(request.n)
+            ),
+        )
+        for request in requests(model)
+    ]
+    rest, _, _ = run(model, everything=resumed, **limits)
+    going_on = {key: own[num_accepted:] for key, own in calm.items() if own[num_accepted:]}
+    assert len(going_on) > 5
+    assert_same_tokens(rest, going_on)
 
 
 def test_a_higher_class_displaces_a_lower_one_for_a_seat_in_the_next_step():

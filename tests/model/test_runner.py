@@ -13,6 +13,8 @@ SEEDED = [
     SamplingParams(temperature=1.5, top_k=20, seed=3),
     SamplingParams(temperature=1.0, min_p=0.05, seed=4, logprobs=3),
     GREEDY,
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5),
+    SamplingParams(temperature=0.9, seed=5, presence_penalty=1.1, logit_bias=((65, 4.0), (66, -1e30))),
 ]
 
 
@@ -33,8 +35,8 @@ def first_step(seq_id: int, prompt: list[int], block_id: int) -> StepPlan:
 
 def test_seeded_tokens_do_not_depend_on_company(tiny):
     """With a seed, a sequence gets the same tokens alone in one piece and among others in chunks."""
-    prompts = random_prompts([3, 40, 77, 16, 25], 256)
-    together = PlanDriver.on(tiny, max_num_seqs=5, budget=30).generate(prompts, 12, SEEDED)
+    prompts = random_prompts([3, 40, 77, 16, 25, 30, 8], 256)
+    together = PlanDriver.on(tiny, max_num_seqs=7, budget=30).generate(prompts, 12, SEEDED)
     for prompt, sampling, tokens in zip(prompts, SEEDED, together, strict=True):
         assert token_ids(tokens) == run_alone(tiny, prompt, 12, sampling)
 
@@ -59,7 +61,7 @@ def test_choices_and_seeds_differ(tiny):
     assert len({tuple(t) for t in tokens.values()}) == 3
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED[0]], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED[0], *SEEDED[5:]], ids=["greedy", "seeded", "penalties", "bias"])
 def test_a_sequence_that_comes_back_goes_on_as_before(tiny, sampling):
     """Removed after some tokens and opened again with them, as after preemption, it draws what it would have drawn."""
     (prompt,) = random_prompts([21], 256)
@@ -86,7 +88,7 @@ def test_logits_that_are_not_finite_fail_one_sequence_only():
     new = tuple(NewSequence(i, tuple(prompt), len(prompt), 0, GREEDY) for i, prompt in enumerate(prompts))
     scheduled = tuple(ScheduledSequence(i, 0, len(prompt), (i,), True) for i, prompt in enumerate(prompts))
     outcome = runner.execute(StepPlan(0, (), new, scheduled))
-    assert outcome.failed == {1: "the model's logits for this sequence are not finite"}
+    assert outcome.failed == {1: "the model's logits for this sequence are not finite, or rule every token out"}
     good = {i: token.token_id for i, token in outcome.tokens.items()}
     assert good == {i: run_alone(model, prompts[i], 1, GREEDY)[0] for i in (0, 2)}
     plan = StepPlan(
@@ -98,6 +100,43 @@ def test_logits_that_are_not_finite_fail_one_sequence_only():
     tokens = runner.execute(plan).tokens
     assert tokens[3].token_id == run_alone(model, [11, 12], 1, GREEDY)[0]
     assert tokens[0].token_id == run_alone(model, prompts[0], 2, GREEDY)[1]
+
+
+def test_a_mask_over_everything_fails_one_sequence_only(tiny):
+    """Where no token is left to draw, its request is told; the one beside it goes on. (The edge lets none through.)"""
+    runner = TorchRunner(tiny, 2, 16, 2, 512)
+    new = (
+        NewSequence(0, (1, 2), 2, 0, SamplingParams(min_tokens=1), tuple(range(tiny.vocab_size))),
+        NewSequence(1, (1, 2), 2, 0, GREEDY),
+    )
+    scheduled = tuple(ScheduledSequence(i, 0, 2, (i,), True) for i in range(2))
+    outcome = runner.execute(StepPlan(0, (), new, scheduled))
+    assert "rule every token out" in outcome.failed[0]
+    assert outcome.tokens[1].token_id == run_alone(tiny, [1, 2], 1, GREEDY)[0]
+    # It is forgotten like any other; the survivor's next step is not disturbed.
+    outcome = runner.execute(StepPlan(1, (0,), (), (ScheduledSequence(1, 2, 1, (), True),)))
+    assert outcome.tokens[1].token_id == run_alone(tiny, [1, 2], 2, GREEDY)[1]
+
+
+def test_only_rows_that_draw_go_through_the_output_head(tiny):
+    """A step of a decode, a last chunk and a chunk that is not the last: two rows, and no others."""
+    seen = []
+    hook = tiny.model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2].shape[-2]))
+    runner = TorchRunner(tiny, 9, 16, 3, 512)
+    first = StepPlan(0, (), (NewSequence(0, (1, 2), 2, 0, GREEDY),), (ScheduledSequence(0, 0, 2, (0,), True),))
+    new = (NewSequence(1, tuple(range(30)), 30, 0, GREEDY), NewSequence(2, tuple(range(50)), 50, 0, GREEDY))
+    mixed = (
+        ScheduledSequence(0, 2, 1, (), True),
+        ScheduledSequence(1, 0, 30, (1, 2), True),
+        ScheduledSequence(2, 0, 20, (3, 4), False),
+    )
+    try:
+        runner.execute(first)
+        runner.execute(StepPlan(1, (), new, mixed))
+        runner.execute(StepPlan(2, (), (), (ScheduledSequence(2, 20, 10, (), False),)))
+    finally:
+        hook.remove()
+    assert seen == [1, 2, 0]
 
 
 def test_a_step_that_failed_can_be_tried_again(tiny, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.engine.outputs import SampledToken
-from worker.model.sampler import SamplingBatch, sample, uniforms
+from worker.model.sampler import SamplingBatch, sample, streams, uniforms
 
 DEFAULTS = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "uniform": 0.5, "num_logprobs": -1}
 
@@ -53,6 +53,14 @@ def kept_by_definition(logits: np.ndarray, temperature: float, top_k: int, top_p
     return q / q.sum()
 
 
+def noise(seed: object, choice: object, position: object) -> np.ndarray:
+    """The uniforms of so many tokens; what is one number is the same for all."""
+    seed, choice, position = np.broadcast_arrays(
+        *(np.atleast_1d(np.array(x, np.uint64)) for x in (seed, choice, position))
+    )
+    return uniforms(streams(seed, choice), position)
+
+
 def test_uniforms_are_splitmix64():
     """The noise is pinned: another value would change every seeded answer in the world."""
 
@@ -65,22 +73,19 @@ def test_uniforms_are_splitmix64():
     for seed, choice, position in [(0, 0, 0), (7, 0, 3), (2**64 - 1, 15, 10**6)]:
         stream = (mix((seed + gamma) % 2**64) + (choice + 1) * gamma) % 2**64
         want = (mix((mix(stream) + (position + 1) * gamma) % 2**64) >> 11) * 2.0**-53
-        got = uniforms(*(np.array([x], np.uint64) for x in (seed, choice, position)))
-        assert got.tolist() == [want]
+        assert noise(seed, choice, position).tolist() == [want]
         assert 0.0 <= want < 1.0
 
 
 def test_uniforms_are_uniform_and_unrelated():
     """Over positions, seeds and choices the noise fills [0, 1) evenly, and neighbours do not follow each other."""
     grid = np.arange(4096, dtype=np.uint64)
-    zero = np.zeros_like(grid)
-    streams = [uniforms(zero + 5, zero, grid), uniforms(grid, zero, zero), uniforms(zero + 5, grid, zero)]
-    streams.append(uniforms(zero + 6, zero, grid))
-    for stream in streams:
-        counts, _ = np.histogram(stream, bins=16, range=(0, 1))
+    series = [noise(5, 0, grid), noise(grid, 0, 0), noise(5, grid, 0), noise(6, 0, grid)]
+    for values in series:
+        counts, _ = np.histogram(values, bins=16, range=(0, 1))
         assert ((counts - 256) ** 2 / 256).sum() < 37.7  # chi-square, 15 degrees of freedom, p = 0.001
-        assert abs(np.corrcoef(stream[:-1], stream[1:])[0, 1]) < 0.05
-    assert abs(np.corrcoef(streams[0], streams[3])[0, 1]) < 0.05
+        assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.05
+    assert abs(np.corrcoef(series[0], series[3])[0, 1]) < 0.05
 
 
 def test_greedy_takes_the_lowest_of_equals():
@@ -139,6 +144,29 @@ def test_equally_likely_tokens_stay_together():
     np.testing.assert_allclose(drawn([3.0, 3.0, -9.0], even, top_p=0.3), [0.5, 0.5, 0], atol=2e-3)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.02, 600), (0.01, 1)])
+def test_top_p_measures_all_that_top_k_left(top_p, kept):
+    """Of one likely token and 599 equal ones top_k 2 keeps all; top_p is a share of them together, however many."""
+    logits = [3.0, *[1.0] * 599]  # weights 1 and 0.135: the likely one has 1 of 82
+    even = (np.arange(3000) + 0.5) / 3000
+    assert np.count_nonzero(drawn(logits, even, top_k=2, top_p=top_p)) == kept
+
+
+def test_hot_logits_that_differ_are_told_apart():
+    """At a temperature that makes all weights the same in float32, top_k keeps the k largest and no more."""
+    logits = np.linspace(0.0, 5.0, 300)
+    even = (np.arange(100) + 0.5) / 100
+    frequencies = drawn(logits.tolist(), even, top_k=3, temperature=1e6)
+    assert np.flatnonzero(frequencies).tolist() == [297, 298, 299]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 512, 1000])
+def test_any_vocabulary_is_drawn_from_whole(vocab_size):
+    """Sums are made in blocks: the first and the last token of each, and what follows the last whole block, come up."""
+    even = (np.arange(4 * vocab_size) + 0.5) / (4 * vocab_size)
+    np.testing.assert_allclose(drawn([0.5] * vocab_size, even), np.full(vocab_size, 1 / vocab_size))
+
+
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1.0, 1e30])
 def test_extreme_noise_and_temperatures_stay_in_the_support(uniform, temperature):
@@ -183,6 +211,16 @@ def test_logprobs_are_the_models_own():
     assert second.logprob is None
     assert second.top == ()
     assert third == SampledToken(3, pytest.approx(want[3]), ())
+
+
+def test_alternatives_that_are_equal_come_in_order():
+    """Among equals the lowest id comes first, and is the one that is reported; what the model rules out is none."""
+    logits = torch.tensor(
+        [[1.0, 2.0, 2.0, 1.0, 2.0, -math.inf], [0.0, -math.inf, 0.0, -math.inf, -math.inf, -math.inf]]
+    )
+    first, second = sample(logits, make_batch({"num_logprobs": 4}, {"num_logprobs": 3}))
+    assert [token_id for token_id, _ in first.top] == [1, 2, 4, 0]
+    assert [token_id for token_id, _ in second.top] == [0, 2]
 
 
 def test_more_alternatives_than_tokens():

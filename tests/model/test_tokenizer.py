@@ -34,6 +34,15 @@ def test_bos_is_added_only_where_the_tokenizer_does():
     assert Tokenizer(tokenizer).render([{"role": "user", "content": "hello"}]) == [1]
 
 
+def test_an_empty_prompt_is_the_bos_token_if_there_is_one(tiny):
+    """Also where the tokenizer adds none to other texts: it is something to start from. Without one, nothing is."""
+    tokenizer = with_bos()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    assert Tokenizer(tokenizer).encode("hello") == [1]
+    assert Tokenizer(tokenizer).encode("") == [0]
+    assert tiny.encode("") == []
+
+
 def test_render_ends_where_the_assistant_begins(tiny):
     """A conversation is rendered with the model's template, its markers as special tokens."""
     token_ids = tiny.render([{"role": "user", "content": "hi"}])

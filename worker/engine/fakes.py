@@ -44,6 +44,8 @@ class _Row:
         self.token_ids = list(new.token_ids)
         self.num_prompt_tokens = new.num_prompt_tokens
         self.choice = new.choice
+        self.min_tokens = new.sampling.min_tokens
+        self.end_token_ids = new.end_token_ids
         self.block_ids: list[int] = []
         self.num_computed = 0
 
@@ -182,6 +184,9 @@ class FakeRunner:
         # What is drawn from a KV cache that is not there is nonsense, which the engine must not use.
         is_sound = self._check_past(seq_id, row.num_computed)
         token_id = self.next_token(row.token_ids, row.num_prompt_tokens, row.choice) if is_sound else 0
+        if len(row.token_ids) - row.num_prompt_tokens < row.min_tokens:
+            while token_id in row.end_token_ids:
+                token_id = (token_id + 1) % self.vocab_size
         row.token_ids.append(token_id)
         return token_id
 

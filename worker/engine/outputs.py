@@ -12,7 +12,11 @@ from schemas.reasons import ErrorCode, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token of a sequence is drawn. Validated at the edge (schemas.request); values here are sound."""
+    """How the next token of a sequence is drawn. Validated at the edge (schemas.request); values here are sound.
+
+    Nothing of it is a state: what penalties count and how long a mask lasts follow from the tokens, so that a sequence
+    that comes back, after a preemption or a crash, is drawn from as before.
+    """
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -20,6 +24,11 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0  # 64 bit; the noise of a token is a function of (seed, choice, position)
     logprobs: int | None = None  # how many alternatives to report per token; None: no log probabilities at all
+    presence_penalty: float = 0.0  # off the logit of each token that was generated
+    frequency_penalty: float = 0.0  # off the same, as often as it was generated
+    repetition_penalty: float = 1.0  # divides positive logits and multiplies negative ones, of the prompt's tokens too
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit), each token once
+    min_tokens: int = 0  # nothing ends the choice before so many tokens are generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,7 @@ class NewSequence:
     num_prompt_tokens: int
     choice: int
     sampling: SamplingParams
+    end_token_ids: tuple[int, ...] = ()  # not drawn before sampling.min_tokens are generated
 
 
 class ScheduledSequence(NamedTuple):
@@ -81,10 +91,12 @@ class StepPlan:
         return (*self.swap_outs, *self.copies, *self.swap_ins)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
+    """A named tuple for the reason that ScheduledSequence is one."""
+
     token_id: int
-    logprob: float | None = None  # natural logarithm, of the model's distribution before temperature and filters
+    # Natural logarithm, of the model's own distribution: before bias, penalties, temperature and filters.
+    logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 

@@ -56,6 +56,7 @@ class Sequence:
 
     __slots__ = (
         "_detokenizer",
+        "_end_tokens",
         "_matcher",
         "block_ids",
         "choice",
@@ -114,6 +115,8 @@ class Sequence:
         self.num_prefix_waits = 0  # steps that it waited for a prefix which another one computes
         self.num_overtaken = 0  # steps in which it did not fit and another one behind it was seated
         self.num_pauses = 0  # steps in a row in which its token went to a higher class
+        eos_token_ids = () if request.ignore_eos else request.eos_token_ids
+        self._end_tokens = dict.fromkeys((*eos_token_ids, *request.stop_token_ids))
         self._detokenizer = request.new_detokenizer()
         self._matcher = StopMatcher(request.stop)
 
@@ -140,6 +143,10 @@ class Sequence:
         """It has sampled a token since it took its seat, so exactly one token is left to compute."""
         return self.num_computed >= self.num_prefill
 
+    @property
+    def _may_stop(self) -> bool:
+        return len(self.output) >= self.request.sampling.min_tokens
+
     def move_to(self, status: SequenceStatus) -> None:
         """Changes the status. Asserts that TRANSITIONS allows it."""
         assert status in TRANSITIONS[self.status], f"sequence {self.seq_id}: {self.status.value} to {status.value}"
@@ -150,15 +157,15 @@ class Sequence:
 
         This is the finish rule. EOS and stop tokens end a choice before their own text is looked at: it is never
         shown. At any end the text still held back comes with the last token, except a stop string and what follows.
+        Neither ends a choice of fewer than min_tokens; max_tokens does, whatever min_tokens says.
         """
         self.output.append(token_id)
-        request = self.request
-        is_eos = token_id in request.eos_token_ids and not request.ignore_eos
-        if is_eos or token_id in request.stop_token_ids:
+        request, may_stop = self.request, self._may_stop
+        if may_stop and token_id in self._end_tokens:
             return self.flush_text(), FinishReason.STOP
         text = self._detokenizer.feed(token_id)
         if request.stop:
-            text, matched = self._matcher.feed(text)
+            text, matched = self._matcher.feed(text, may_stop)
             if matched:
                 return text, FinishReason.STOP
         if len(self.output) >= request.max_tokens:
@@ -175,7 +182,11 @@ class Sequence:
 
     def flush_text(self) -> str:
         """The text held back by detokenizer and stop matcher, for a choice that gets no further token."""
-        text, _ = self._matcher.feed(self._detokenizer.flush())
+        try:
+            text = self._detokenizer.flush()
+        except Exception:
+            text = ""  # a detokenizer that fails must not keep a choice from ending
+        text, _ = self._matcher.feed(text, self._may_stop)
         return text + self._matcher.flush()
 
     def known_tokens(self, start: int, end: int) -> tuple[int, ...] | list[int]:
@@ -189,10 +200,12 @@ class Sequence:
 
     def as_new(self) -> NewSequence:
         """The row that the runner opens for it."""
+        request = self.request
         return NewSequence(
             seq_id=self.seq_id,
-            token_ids=(*self.request.prompt_token_ids, *self.output),
+            token_ids=(*request.prompt_token_ids, *self.output),
             num_prompt_tokens=self.num_prompt,
             choice=self.choice,
-            sampling=self.request.sampling,
+            sampling=request.sampling,
+            end_token_ids=() if self._may_stop else (*request.eos_token_ids, *request.stop_token_ids),
         )

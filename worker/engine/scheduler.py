@@ -233,9 +233,9 @@ class Scheduler:
     def apply(self, outcome: StepOutcome, now: float) -> list[EngineEvent]:
         """Takes in the tokens of the step in flight; frees the seats and blocks of all that ended since its plan.
 
-        A failed sequence takes its whole request with it, with the error `internal`. What a failed copy should have
-        brought is computed again. Asserts that the outcome belongs to that step and has a token for each other choice
-        that samples and goes on.
+        A failed sequence takes its whole request with it, with the error `internal`; so does one whose detokenizer
+        fails. What a failed copy should have brought is computed again. Asserts that the outcome belongs to that step
+        and has a token for each other choice that samples and goes on.
         """
         flight = self._flight
         assert flight is not None, "no step is in flight"
@@ -261,7 +261,11 @@ class Scheduler:
                 continue
             token = tokens.get(seq_id)
             assert token is not None, f"step {outcome.step} has no token for sequence {seq_id}"
-            text, reason = seq.append(token.token_id)
+            try:
+                text, reason = seq.append(token.token_id)
+            except Exception as error:
+                events += self._fail(request_id, f"the detokenizer failed at token {token.token_id}: {error!r}")
+                continue
             on_tokens(seq, 1)
             events.append(TokenEvent(request_id, seq.choice, token, text))
             if reason is not None:

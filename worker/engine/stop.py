@@ -19,14 +19,19 @@ class StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         assert all(stops), "a stop string is not empty"
         self._stops = stops
-        self._failures = [_failure_table(stop) for stop in stops]
+        # Failure tables, made as far as a text has come: a long stop string that does not occur costs nothing.
+        self._failures = [[0, 0] for _ in stops]
         self._states = [0] * len(stops)
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
+    def feed(self, text: str, may_end: bool = True) -> tuple[str, bool]:
         """Takes the text of the next token; returns (text that is now safe to show, a stop string is complete).
 
         After a match the matcher is at its end, with nothing held back: the stop and what follows are dropped.
+
+        Args:
+            may_end: False: a stop string that this text completes is ordinary text. What it leaves unfinished may
+                still become one.
         """
         if not self._stops:
             return text, False
@@ -34,7 +39,7 @@ class StopMatcher:
         cut = len(pending)
         matched = False
         for i in range(len(self._stops)):
-            start = self._advance(i, text)
+            start = self._advance(i, text, may_end)
             if start is not None:
                 matched = True
                 cut = min(cut, len(self._held) + start)
@@ -50,28 +55,33 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, i: int, text: str) -> int | None:
+    def _advance(self, i: int, text: str, may_end: bool) -> int | None:
         """Runs stop i's automaton over text; where its first match starts, relative to text (negative: before it)."""
         stop, failure, state = self._stops[i], self._failures[i], self._states[i]
+        if not state and stop[0] not in text:
+            return None
         for position, char in enumerate(text):
             while state and stop[state] != char:
                 state = failure[state]
             if stop[state] == char:
                 state += 1
+                if state == len(failure):
+                    failure.append(_next_failure(stop, failure))
             if state == len(stop):
-                return position + 1 - state
+                if may_end:
+                    return position + 1 - state
+                state = failure[state]
         self._states[i] = state
         return None
 
 
-def _failure_table(stop: str) -> list[int]:
-    """At k: how long the longest proper suffix of stop[:k] is that is also its prefix (Knuth, Morris, Pratt 1977)."""
-    failure = [0] * (len(stop) + 1)
-    length = 0
-    for k in range(1, len(stop)):
-        while length and stop[length] != stop[k]:
-            length = failure[length]
-        if stop[length] == stop[k]:
-            length += 1
-        failure[k + 1] = length
-    return failure
+def _next_failure(stop: str, failure: list[int]) -> int:
+    """The next entry of a failure table (Knuth, Morris, Pratt 1977), from those before, of which there are two or more.
+
+    At k: how long the longest proper suffix of stop[:k] is that is also its prefix.
+    """
+    last = len(failure) - 1
+    length = failure[last]
+    while length and stop[length] != stop[last]:
+        length = failure[length]
+    return length + (stop[length] == stop[last])

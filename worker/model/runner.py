@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from worker.model.loader import LoadedModel
 from worker.model.sampler import sample
 
 NUM_MEASURED_COPIES = 16
+_NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
 
 
 class TorchRunner:
@@ -42,7 +44,7 @@ class TorchRunner:
         self._cache = KVCache(num_blocks, block_size, shapes, model.dtype)
         self._host_cache = KVCache(num_host_blocks, block_size, shapes, model.dtype)
         self._workspaces = LayerWorkspaces(model.layers, model.max_model_len, block_size, model.dtype)
-        self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size)
+        self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size, model.vocab_size)
 
     @property
     def cache(self) -> KVCache:
@@ -51,8 +53,8 @@ class TorchRunner:
     def execute(self, plan: StepPlan) -> StepOutcome:
         """Runs one step; changes the KV blocks and rows that the plan names, nothing else.
 
-        A sequence whose logits are not finite has failed; that does not touch the others. After an exception the same
-        plan may be executed again.
+        A sequence whose logits are no distribution has failed; that does not touch the others. After an exception the
+        same plan may be executed again.
         """
         assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
         self._input_batch.update(plan)
@@ -65,10 +67,12 @@ class TorchRunner:
         outcome = StepOutcome(plan.step)
         for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
             if token is None:
-                outcome.failed[seq_id] = "the model's logits for this sequence are not finite"
+                outcome.failed[seq_id] = _NO_DISTRIBUTION
             else:
-                self._input_batch.append(seq_id, token.token_id)
                 outcome.tokens[seq_id] = token
+        # The rows of those that have failed are forgotten with the next plan.
+        drawn = np.array([token.token_id if token is not None else 0 for token in sampled], np.int64)
+        self._input_batch.append(inputs.sampling_rows, drawn)
         return outcome
 
     def measure_copies(self) -> tuple[float, float]:

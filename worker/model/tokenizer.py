@@ -31,8 +31,13 @@ class Tokenizer:
             self._is_byte = {i: byte_fallback and _is_byte_token(token) for i, token in tokens.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the BOS token in front if the model's tokenizer adds it."""
-        return self._tokenizer(text, verbose=False)["input_ids"]
+        """Token ids of `text`, with the BOS token in front if the model's tokenizer adds it.
+
+        An empty text is the BOS token alone, if there is one: something to start from.
+        """
+        token_ids = self._tokenizer(text, verbose=False)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        return token_ids if token_ids or bos is None else [bos]
 
     def render(self, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant's turn begins.
