@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention.batch import RaggedBatch
+from kernels.quantised import dequantise
 
 
 def paged_attention(
@@ -15,13 +16,20 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax(cap(scale * q k^T)) v over the visible positions, computed in the dtype of `query`.
 
     query [num_tokens, num_heads, head_dim]; key_cache and value_cache [num_blocks, block_size, num_kv_heads,
     head_dim], any strides; head h reads kv head h // (num_heads / num_kv_heads). A query at position p sees the
-    positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). Returns the shape of `query`.
+    positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). `sinks` [num_heads]: one more
+    logit per head, neither scaled nor capped, that takes its share of the softmax and adds nothing. `kv_scales`: of a
+    quantised cache, as store_kv wrote them. Returns the shape of `query`.
     """
+    if kv_scales is not None:
+        key_cache = dequantise(key_cache, kv_scales[0]).to(query.dtype)
+        value_cache = dequantise(value_cache, kv_scales[1]).to(query.dtype)
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads
     out = torch.empty_like(query)
@@ -39,6 +47,9 @@ def paged_attention(
         visible = key_position <= position
         if sliding_window is not None:
             visible &= key_position > position - sliding_window
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(scores)[:, None, None].expand(-1, query_len, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context_len]
         out[start : start + query_len] = torch.einsum("hqk,khd->qhd", weights, values)
     return out
