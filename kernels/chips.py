@@ -42,7 +42,7 @@ def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
-    shared = properties.shared_memory_per_block_optin
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     if torch.version.hip:
         return Chip("hip", properties.gcnArchName.split(":")[0], properties.warp_size, shared)
     return Chip("cuda", properties.major * 10 + properties.minor, properties.warp_size, shared)

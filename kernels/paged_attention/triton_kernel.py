@@ -4,8 +4,8 @@ One program computes a tile: the query heads of one kv head, for one query (a de
 a prefill chunk), packed into the rows of one matrix so that every key that is read serves all of them and tensor cores
 apply. It walks over the visible tokens, block by block of the table, with a running softmax (Dao et al.,
 FlashAttention, 2022). A decode's context is cut into splits of fixed length, each a program of its own, and a second
-kernel merges them by their log-sum-exps (Flash-Decoding, 2023). Splits and tiles of keys begin at fixed positions of
-the sequence, so what else is in the batch does not change one bit of the result.
+kernel merges them by their log-sum-exps (Flash-Decoding, 2023). Where splits begin depends on a sequence's own position
+and window alone, so what else is in the batch does not change one bit of the result.
 """
 
 import triton
@@ -114,10 +114,10 @@ def attention_kernel(
     peak = tl.full([BLOCK_M], _LEAST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         key_position = start + tl.arange(0, BLOCK_N)
         # Nothing else is read: tables and slots hold anything elsewhere, and 0 * NaN is NaN.
-        seen = (key_position >= begin) & (key_position < end)
+        seen = key_position < end
         block = tl.load(block_tables + seq * table_stride + key_position // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         slot = key_position % BLOCK_SIZE
         at = block * block_stride + slot * slot_stride + kv_head * head_stride

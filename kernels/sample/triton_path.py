@@ -63,7 +63,7 @@ def _float(bits):
 @triton.jit
 def _least_weight(row, vocab_size, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
     """The smallest weight that top_k and top_p keep."""
-    # low keeps enough, high too little.
+    # low keeps enough, high too little: nothing, at first.
     low = tl.zeros([], tl.int32)
     number, total = _at_least(row, vocab_size, peak, temperature, 0.0, BLOCK)
     high = tl.full([], _ABOVE_ONE, tl.int32)
@@ -82,7 +82,7 @@ def _least_weight(row, vocab_size, peak, temperature, top_k, top_p, BLOCK: tl.co
     while (high - low > 1) & (number - number_above > 1) & (top_p < 1):
         middle = low + (high - low) // 2
         n, s = _at_least(row, vocab_size, peak, temperature, _float(middle), BLOCK)
-        enough = (s >= wanted) & (n > 0)
+        enough = s >= wanted
         low = tl.where(enough, middle, low)
         number = tl.where(enough, n, number)
         high = tl.where(enough, high, middle)

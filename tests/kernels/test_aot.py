@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("triton", reason="Triton is not installed: its kernels are not compiled")
+pytest.importorskip("triton", exc_type=ImportError, reason="Triton is not installed: its kernels are not compiled")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import MockTensor
 
 from kernels import aot
 from kernels.chips import SM_80, SM_90
@@ -30,6 +35,7 @@ def compiled(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return json.loads(table.read_text())
 
 
+@pytest.mark.timeout(900)  # of which a quiet machine needs 10 s
 def test_the_main_kernels_compile_for_every_chip(tmp_path):
     """Without spills, within shared memory, with the tensor cores of each chip in attention."""
     rows = compiled(tmp_path)
@@ -88,6 +94,33 @@ def test_a_kernel_that_does_not_compile_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "odd", odd)
     (row,) = aot.check("odd", "sm_90")
     assert "does not compile" in row.problems[0]
+
+
+class AbsentGpu:
+    """The driver of a GPU that is not there, as much of it as compiling needs."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+
+def test_what_is_compiled_is_what_a_launch_compiles(tmp_path, monkeypatch):
+    """Triton's own just-in-time path, up to the launch, makes the same program of the same arguments."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    driver.set_active(AbsentGpu())
+    try:
+        for launch in VARIANTS["decode d128 g4 b16 bfloat16 window"].launches(SM_90):
+            arguments = {
+                name: MockTensor(value.dtype, value.shape) if isinstance(value, torch.Tensor) else value
+                for name, value in launch.arguments.items()
+            }
+            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            theirs = launch.kernel.warmup(**arguments, **launch.constants, **options, grid=launch.grid)
+            assert aot.compile_launch(launch, SM_90).asm["ttir"] == theirs.asm["ttir"]
+    finally:
+        driver.reset_active()
 
 
 def test_arguments_are_specialised_as_triton_does():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="Triton is not installed: its kernels are not tested")
+pytest.importorskip("triton", exc_type=ImportError, reason="Triton is not installed: its kernels are not tested")
 
 TWINS = Path(__file__).parent / "twins"
 FILES = sorted(path.name for path in TWINS.glob("test_*.py"))
@@ -38,11 +38,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
             process.wait()
 
 
+@pytest.mark.timeout(900)  # of which a quiet machine needs 15 s
 @pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file, runs):
     """The Triton kernels give what float64 references and the specifications give."""
     process, log = runs[file]
-    assert process.wait(timeout=280) == 0, log.read_text()
+    assert process.wait(timeout=850) == 0, log.read_text()
     assert " passed" in log.read_text()
 
 

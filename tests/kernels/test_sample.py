@@ -72,9 +72,9 @@ def as_the_worker_draws(logits: Tensor, rows: SamplingRows) -> list[int]:
 
 
 def make_logits(num_rows: int, vocab_size: int) -> Tensor:
-    """Rows like a model's, and at the end some with ties, masked tokens, and none that is a distribution."""
+    """Rows like a model's, some of them full of ties; at the end some with masked tokens, or no distribution at all."""
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
-    logits[-8] = logits[-8].round()
+    logits[len(WAYS) : 2 * len(WAYS)] = logits[len(WAYS) : 2 * len(WAYS)].round()
     logits[-7] = 0.0
     logits[-6, : vocab_size - 3] = -torch.inf
     logits[-5, 1:] = -torch.inf

@@ -81,6 +81,18 @@ def test_windows_caps_and_sinks(lens, options, device):
     assert_right(case, **OPTIONS[options])
 
 
+@pytest.mark.parametrize("lens", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_nothing_before_a_window_is_read(lens, device):
+    """What no query of a sequence sees any more may be anything."""
+    window = 20
+    case = make_case(*lens, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, device=device)
+    for seq, (query_len, context_len) in enumerate(zip(*lens, strict=True)):
+        for position in range(context_len - query_len - window + 1):
+            slot = int(case.batch.block_tables[seq, position // 16]), position % 16
+            case.keys[slot] = case.values[slot] = torch.nan
+    assert_right(case, sliding_window=window)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype, device):
     """In half precision the result is as near to float64 as the format allows."""

@@ -28,8 +28,8 @@ def test_the_noise_is_the_same(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tokens_are_as_specified(vocab_size, dtype, device):
     """All ways of drawing, from rows of all kinds, strided, in one tile of the vocabulary or several."""
-    rows, logits = make_rows(24), make_logits(24, vocab_size + 7).to(dtype)[:, :vocab_size]
-    got = triton_path.sample(logits.to(device), make_rows(24, device))
+    rows, logits = make_rows(32), make_logits(32, vocab_size + 7).to(dtype)[:, :vocab_size]
+    got = triton_path.sample(logits.to(device), make_rows(32, device))
     assert got.tolist() == naive.sample(logits, rows).tolist()
 
 
