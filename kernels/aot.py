@@ -181,11 +181,11 @@ def main() -> int:
     chips = options.chip or (CHIPS if options.all else MAIN_CHIPS)
     variants = options.variant or [name for name, variant in VARIANTS.items() if options.all or variant.main]
     rows = []
-    print(f"{'variant':<42}{'kernel':<23}{'chip':<8}{'regs':>5}{'spill':>7}{'shared':>8}  tensor cores")
+    print(f"{'variant':<48}{'kernel':<23}{'chip':<8}{'regs':>5}{'spill':>7}{'shared':>8}  tensor cores")
     for row in check_all(list(variants), list(chips), options.jobs):
         rows.append(row)
         print(
-            f"{row.variant:<42}{row.kernel:<23}{row.chip:<8}{row.registers:>5}{row.spilled_bytes:>7}"
+            f"{row.variant:<48}{row.kernel:<23}{row.chip:<8}{row.registers:>5}{row.spilled_bytes:>7}"
             f"{row.shared_bytes:>8}  {row.tensor_cores or '-'}",
             *(f"    PROBLEM: {problem}" for problem in row.problems),
             sep="\n" if row.problems else "",

@@ -40,7 +40,9 @@ def chunk_shape(group: int, block_d: int, dtype: torch.dtype, kv_dtype: torch.dt
     """For several queries: the largest that neither spill registers nor overflow shared memory (kernels/aot.py)."""
     if dtype == torch.float32:
         return decode_shape(group, block_d, dtype)
-    if block_d > 128 or (chip.backend == "hip" and kv_dtype.itemsize == 1):
+    if chip.backend == "hip" and kv_dtype.itemsize == 1:
+        return TileShape(power_of_two(group, 64), 32, num_warps=4, num_stages=2)
+    if block_d > 128:
         return TileShape(power_of_two(group, 64), 32, num_warps=8, num_stages=2)
     before_hopper = chip.backend == "cuda" and int(chip.arch) < 90
     return TileShape(power_of_two(group, 128), 32 if before_hopper else 64, num_warps=8, num_stages=2)
