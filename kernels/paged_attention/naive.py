@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.paged_attention.batch import RaggedBatch
+from kernels.quantised import dequantise
 
 
 def paged_attention(
@@ -16,15 +17,19 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax(cap(scale * q k^T)) v over the visible positions, computed in the dtype of `query`.
 
     query [num_tokens, num_heads, head_dim]; key_cache and value_cache [num_blocks, block_size, num_kv_heads,
     head_dim], any strides; head h reads kv head h // (num_heads / num_kv_heads). A query at position p sees the
     positions above p - sliding_window up to p. cap(x) = softcap * tanh(x / softcap). `sinks` [num_heads]: one more
-    logit per head, neither scaled nor capped, that takes its share of the softmax and adds nothing. Returns the shape
-    of `query`.
+    logit per head, neither scaled nor capped, that takes its share of the softmax and adds nothing. `kv_scales`: of a
+    quantised cache, as store_kv wrote them. Returns the shape of `query`.
     """
+    if kv_scales is not None:
+        key_cache = dequantise(key_cache, kv_scales[0]).to(query.dtype)
+        value_cache = dequantise(value_cache, kv_scales[1]).to(query.dtype)
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = query.shape[1] // num_kv_heads
     out = torch.empty_like(query)

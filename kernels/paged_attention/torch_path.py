@@ -7,7 +7,9 @@ queries (a prefill chunk) has its own gather and SDPA. What depends on the step 
 window, in a `_Plan`, and used by every layer.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.paged_attention.batch import RaggedBatch
+from kernels.quantised import dequantise
 
 # A group is closed when one more sequence would make it gather more than this many bytes of keys (the workspace
 # stays in the cache of a core), or would pad the others by more blocks than a group's fixed cost is worth.
@@ -53,45 +56,72 @@ class _Plan:
 
 
 class Workspace:
-    """Scratch memory of one runner, and the plans of its current step.
+    """Scratch memory of one runner, and what was derived from the batch of its current step.
 
     Holds the gathered keys and values of one group or chunk: at most `max_context_len` tokens, or a group's bytes.
     """
 
-    def __init__(self, max_context_len: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        max_context_len: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        """`dtype`: of the queries. `device`: of the cache."""
         block_bytes = block_size * num_kv_heads * head_dim * dtype.itemsize
         self.group_blocks = max(1, _GROUP_BYTES // block_bytes)
         num_blocks = max(self.group_blocks, -(-max_context_len // block_size))
-        self._kv = torch.empty(2, num_blocks, block_size, num_kv_heads, head_dim, dtype=dtype)
+        self._kv_shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+        self._kv: Tensor | None = None  # made at the first gather: only the torch path does any
         self._block_size = block_size
+        self._dtype = dtype
+        self._device = torch.device(device)
         self._batch: RaggedBatch | None = None
-        self._plans: dict[int | None, _Plan] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def gather(
-        self, key_cache: Tensor, value_cache: Tensor, block_ids: Tensor, empty: Tensor | None = None
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        kv_scales: tuple[Tensor, Tensor] | None,
+        block_ids: Tensor,
+        empty: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the blocks, each [num_blocks * block_size, num_kv_heads, head_dim], `empty` slots zeroed.
 
         What a slot holds that was never written, or was written by an earlier sequence, may be NaN, and a mask does
         not help against it: 0 * NaN is NaN.
         """
+        if self._kv is None:
+            self._kv = torch.empty(self._kv_shape, dtype=self._dtype, device=self._device)
         kv = self._kv[:, : len(block_ids)]
-        torch.index_select(key_cache, 0, block_ids, out=kv[0])
-        torch.index_select(value_cache, 0, block_ids, out=kv[1])
+        if kv_scales is None:
+            torch.index_select(key_cache, 0, block_ids, out=kv[0])
+            torch.index_select(value_cache, 0, block_ids, out=kv[1])
+        else:
+            for target, cache, scales in zip(kv, (key_cache, value_cache), kv_scales, strict=True):
+                quantised = cache.view(torch.uint8).index_select(0, block_ids).view(cache.dtype)  # no floats of 8 bits
+                target.copy_(dequantise(quantised, scales.index_select(0, block_ids)))
         kv = kv.flatten(1, 2)
         if empty is not None:
             kv.index_fill_(1, empty, 0.0)
         return kv[0], kv[1]
 
-    def plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
-        """How `batch` is computed under that window; made at the first call of a step."""
+    def once(self, batch: RaggedBatch, key: Hashable, make: Callable[[], Any]) -> Any:
+        """`make()`, called once per step: every layer asks, and needs the same."""
         if self._batch is not batch:
             self._batch = batch
-            self._plans.clear()
-        plan = self._plans.get(sliding_window)
-        if plan is None:
-            plan = self._plans[sliding_window] = self._make_plan(batch, sliding_window)
-        return plan
+            self._made.clear()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
+        """How `batch` is computed under that window."""
+        return self.once(batch, ("plan", sliding_window), lambda: self._make_plan(batch, sliding_window))
 
     def _make_plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
         block_size = self._block_size
@@ -130,13 +160,13 @@ class Workspace:
         block_ids = batch.block_tables[seqs[:, None], column]
         position = np.arange(width * block_size)[None, :] + first_block[seqs, None] * block_size
         empty = (position < first_seen[seqs, None]) | (position >= batch.context_lens[seqs, None])
-        mask = torch.zeros(empty.shape, dtype=self._kv.dtype).masked_fill_(torch.from_numpy(empty), -torch.inf)
+        mask = torch.zeros(empty.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(empty), -torch.inf)
         return _Group(
             size=len(seqs),
-            rows=_as_slice(starts[seqs]),
-            block_ids=torch.from_numpy(block_ids.astype(np.int64).ravel()),
-            empty=torch.from_numpy(np.flatnonzero(empty)),
-            mask=mask[:, None, None, :],
+            rows=_as_slice(starts[seqs], self._device),
+            block_ids=torch.from_numpy(block_ids.astype(np.int64).ravel()).to(self._device),
+            empty=torch.from_numpy(np.flatnonzero(empty)).to(self._device),
+            mask=mask[:, None, None, :].to(self._device),
         )
 
     def _make_chunk(
@@ -153,22 +183,22 @@ class Workspace:
             hidden = key_position > position
             if sliding_window is not None:
                 hidden |= key_position <= position - sliding_window
-            mask = torch.zeros(hidden.shape, dtype=self._kv.dtype).masked_fill_(hidden, -torch.inf)
+            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf).to(self._device)
         return _Chunk(
             start=start,
             num_queries=query_len,
-            block_ids=torch.from_numpy(block_ids.astype(np.int64)),
+            block_ids=torch.from_numpy(block_ids.astype(np.int64)).to(self._device),
             first_slot=first_seen - first_block * block_size,
             num_keys=context_len - first_seen,
             mask=mask,
         )
 
 
-def _as_slice(rows: NDArray[np.int64]) -> slice | Tensor:
+def _as_slice(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     """`rows` as an index: a slice, which copies nothing, where they follow one another."""
     if (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows)
+    return torch.from_numpy(rows).to(device)
 
 
 def _split(seqs: NDArray[np.int64], num_blocks: NDArray[np.int32], max_blocks: int) -> list[NDArray[np.int64]]:
@@ -196,23 +226,24 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As `naive.paged_attention`. Overwrites `workspace`; reads nothing of the cache but visible tokens."""
+    """As `kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     plan = workspace.plan(batch, sliding_window)
     query = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if sinks is not None:
         sinks = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.groups:
-        keys, values = workspace.gather(key_cache, value_cache, group.block_ids, group.empty)
+        keys, values = workspace.gather(key_cache, value_cache, kv_scales, group.block_ids, group.empty)
         shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
         keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # The query heads of one kv head take the place of query positions: no key is repeated.
         out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
     for chunk in plan.chunks:
-        keys, values = workspace.gather(key_cache, value_cache, chunk.block_ids)
+        keys, values = workspace.gather(key_cache, value_cache, kv_scales, chunk.block_ids)
         seen = slice(chunk.first_slot, chunk.first_slot + chunk.num_keys)
         rows = slice(chunk.start, chunk.start + chunk.num_queries)
         queries = query[rows].permute(1, 2, 0, 3)  # [num_kv_heads, group, num_queries, head_dim]
@@ -246,7 +277,7 @@ def _attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu_(1)
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
     scores = scores + mask
     if sinks is None:
         return scores.softmax(dim=-1) @ values

@@ -65,9 +65,10 @@ def test_a_mask_that_depends_on_data_or_is_computed_with_is_refused():
 def test_chunked_attention_is_attention_over_split_sequences(chunk_size):
     """A query sees its own chunk, in prefill chunks that cross several and in decodes; in float64 from the formula."""
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "block_size": 8}
-    query, keys, values, batch, dense = make_case([1, 20, 33, 1, 5], [50, 20, 70, 1, 61], **shape)
-    got = naive.paged_attention(query, keys, values, split_at_chunks(batch, chunk_size, 8), scale=0.3)
-    for seq, (own_keys, own_values) in enumerate(dense):
+    case = make_case([1, 20, 33, 1, 5], [50, 20, 70, 1, 61], **shape)
+    query, batch = case.query, case.batch
+    got = naive.paged_attention(query, case.keys, case.values, split_at_chunks(batch, chunk_size, 8), scale=0.3)
+    for seq, (own_keys, own_values) in enumerate(case.dense):
         for i in range(int(batch.query_lens[seq])):
             token = int(batch.query_starts[seq]) + i
             position = int(batch.context_lens[seq] - batch.query_lens[seq]) + i
