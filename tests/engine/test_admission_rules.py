@@ -2,8 +2,10 @@
 
 import pytest
 
+from schemas.reasons import FinishReason
 from tests.engine.builders import Engine, make_request
 from worker.engine.arrival_queue import ArrivalQueue
+from worker.engine.policies import make_policy
 from worker.engine.request import Request, Sequence
 from worker.engine.tiers import TierPolicy
 
@@ -263,6 +265,66 @@ def test_a_decode_with_a_target_does_not_pause() -> None:
     for _ in range(4):
         engine.step()
     assert (len(engine.tokens("paced")), len(engine.tokens("free"))) == (before[0] + 4, before[1])
+    engine.run()
+
+
+def test_no_decode_pauses_where_the_budget_is_enough() -> None:
+    """A little left of a high prefill beside a long low one: the step has room for all decodes and the high one."""
+    engine = Engine(max_num_batched_tokens=12, max_num_seqs=6, num_blocks=200)
+    engine.add(*(distinct(f"low{i}", 100 * i, 2, max_tokens=30) for i in range(3)))
+    engine.step()
+    engine.add(distinct("high", 1000, 12, priority_class=1), distinct("long", 2000, 60))
+    engine.step()
+    record = engine.step()
+    assert record is not None
+    assert (record.num_decode_tokens, record.num_prefill_tokens, record.paused) == (3, 9, ())
+    engine.run()
+
+
+def test_who_ends_soon_does_not_pause() -> None:
+    """Its seat comes free within a few steps, if it goes on."""
+    engine = Engine(max_num_batched_tokens=8, max_num_seqs=4, num_blocks=200)
+    engine.add(distinct("ends", 0, 2, max_tokens=4), distinct("goes on", 100, 2, max_tokens=30))
+    engine.step()
+    engine.add(distinct("high", 1000, 60, priority_class=1))
+    records = [engine.step(), engine.step(), engine.step()]
+    assert [r.paused for r in records if r] == [(), ("goes on",), ("goes on",)]
+    assert engine.finish("ends").reason is FinishReason.LENGTH
+    engine.run()
+
+
+def test_a_seat_is_displaced_also_where_decodes_fill_the_budget() -> None:
+    """As many seats as tokens: one token is left for who comes, so that the next step has it."""
+    engine = Engine(max_num_batched_tokens=4, max_num_seqs=4, num_blocks=200, max_pauses=0)
+    engine.add(*(distinct(f"low{i}", 100 * i, 2, max_tokens=60) for i in range(6)))
+    for _ in range(8):
+        engine.step()
+    engine.add(distinct("high", 1000, 2, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert record.admitted == ("high",)
+    assert [preemption.cause for preemption in record.preempted] == ["seat"]
+    engine.run()
+
+
+@pytest.mark.parametrize("budget", [None, "arrivals"])
+def test_a_raised_one_does_not_hold_up_a_higher_class(budget: str | None) -> None:
+    """Aging lets a low one stand first. It may not take the budget of its own class, but who stands behind it may."""
+    tiers = {"fast": TierPolicy(name="fast", ttft=1.0)}
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 6, "num_blocks": 200}
+    parts = {"waiting": make_policy("composite"), "tiers": tiers}
+    if budget is not None:
+        parts["prefill_budget"] = HalfBudget()
+    engine = Engine(**parts, **limits)
+    engine.add(distinct("std1", 0, 200 - 8, priority_class=1, max_tokens=8))
+    engine.step()
+    engine.add(distinct("std2", 1000, 40, priority_class=1))
+    engine.now = 50.0  # std2 has waited for longer than its quantum
+    engine.step()
+    engine.add(distinct("high", 2000, 3, priority_class=2, lane="fast", arrival=50.0))
+    record = engine.step()
+    assert record is not None
+    assert record.admitted == ("high",)
     engine.run()
 
 

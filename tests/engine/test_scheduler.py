@@ -102,8 +102,8 @@ def test_tokens_do_not_depend_on_chunking_or_company(budget: int) -> None:
 
 
 def test_seats_beyond_the_budget_stay_empty() -> None:
-    """A seat is taken only if every step can give each seated one a token."""
-    engine = Engine(max_num_seqs=3, max_num_batched_tokens=2)
+    """A seat is taken only if every step can give each seated one a token, and one to who comes."""
+    engine = Engine(max_num_seqs=3, max_num_batched_tokens=3)
     engine.add(make_request("a", prompt=1), make_request("b", prompt=1), make_request("urgent", prompt=1, priority=9))
     engine.run()
     ends = [event.request_id for event in engine.events if isinstance(event, FinishEvent)]

@@ -260,3 +260,16 @@ def test_an_slo_is_read():
     for text in ("a:", ":ttft=1", "a:ttft=x", "a:p99=1"):
         with pytest.raises(ValueError, match="an SLO is"):
             Slo.parse(text)
+
+
+def test_quotas_are_of_the_deployment(tmp_path: Path):
+    """However many workers, together they grant a tenant what one would, but for the burst of a bucket's rounding."""
+    tiers = "[tiers.standard]\nmax_delay = 1.0\n[tenants.ann]\nrequests_per_s = 2\n"
+    (tmp_path / "quota.toml").write_text(tiers)
+    rows = [f"{i / 20},ann,4,2" for i in range(400)]
+    finished = [
+        figures(tmp_path, rows, "--tiers", str(tmp_path / "quota.toml"), "--workers", str(n))["finished"]
+        for n in (1, 4)
+    ]
+    assert 50 <= finished[0] <= 65
+    assert abs(finished[1] - finished[0]) <= 8

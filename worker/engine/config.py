@@ -57,8 +57,8 @@ class SchedulerConfig:
 
     @property
     def max_seats(self) -> int:
-        """Each seated sequence needs a token of the budget once it decodes."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """Each seated sequence needs a token of the budget once it decodes; one is left for who comes."""
+        return min(self.max_num_seqs, max(1, self.max_num_batched_tokens - 1))
 
     @property
     def num_watermark_blocks(self) -> int:

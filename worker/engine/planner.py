@@ -88,6 +88,7 @@ class Planner:
         self.removed: list[int] = []  # rows that the runner has to forget with the next plan
         self.seats_by_lane: dict[str, int] = {}
         self._seats_by_class: dict[int, int] = {}
+        self._waiting_by_class: dict[int, int] = {}
         self._config = config
         self._blocks = blocks
         self._victims = victims
@@ -130,6 +131,7 @@ class Planner:
             draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
         else:
             self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
+            draft.budget = min(draft.budget, self._config.max_num_batched_tokens - draft.num_decode_tokens)
         if self._blocks.host.num_used and not draft.preempted:
             self._prefetch()
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
@@ -142,24 +144,26 @@ class Planner:
         """
         if not self._config.max_pauses or (len(self._seats_by_class) < 2 and self._starved_class is None):
             return None
-        num_decodes = num_context = num_prefill = 0
-        in_need = self._starved_class
+        num_decodes = num_context = demand = 0
+        in_need, lane = self._starved_class, ""
         for seq in self.running:
-            if seq.num_computed < seq.num_prefill:
-                num_prefill += seq.num_tokens - seq.num_computed
-                in_need = seq.priority_class if in_need is None else max(in_need, seq.priority_class)
-            else:
+            if seq.num_computed >= seq.num_prefill:
                 num_decodes += 1
                 num_context += seq.num_computed + 1
-        if in_need is None or (
-            self._starved_class is None and num_prefill <= self._prefill_room(num_decodes, num_context)
-        ):
-            return None
-        return in_need
+                continue
+            if in_need is None or seq.priority_class > in_need:
+                in_need, lane, demand = seq.priority_class, seq.request.lane, 0
+            if seq.priority_class == in_need:
+                demand += seq.num_tokens - seq.num_computed
+        if in_need is None or in_need == self._starved_class:
+            return in_need
+        demand = min(demand, self._arrival_room(lane, num_decodes, num_context))
+        return in_need if demand > self._prefill_room(num_decodes, num_context) else None
 
     def _pauses(self, seq: Sequence, for_class: int) -> bool:
-        """Whether a decode gives its token up: never where a target says how often it has one, nor too often."""
-        if seq.priority_class >= for_class or self._config.has_tpot(seq.request.lane):
+        """Whether a decode gives its token up: never where a target says how often it has one or its seat is about to
+        come free, nor too often."""
+        if seq.priority_class >= for_class or self._config.has_tpot(seq.request.lane) or self._victims.ends_soon(seq):
             return False
         seq.num_pauses = (seq.num_pauses + 1) % (self._config.max_pauses + 1)
         return seq.num_pauses > 0
@@ -236,17 +240,16 @@ class Planner:
     def _prefill_left(self, lane: str) -> int:
         """Tokens of this step's budget that prefills of that lane may still take."""
         draft = self._draft
+        limit = self._arrival_room(lane, draft.num_decode_tokens, draft.num_context_tokens)
+        return max(0, min(draft.budget, limit - draft.num_prefill_tokens))
+
+    def _arrival_room(self, lane: str, num_decodes: int, num_context: int) -> int:
+        """Tokens of prefill in a step with prefills of that lane, for the sake of who arrives within it."""
+        most = self._config.max_num_batched_tokens
         wait = None if self._prefill_budget is None else self._config.arrival_wait(lane)
         if wait is None or self._prefill_budget is None:
-            return draft.budget
-        limit = self._prefill_budget.arrival_budget(
-            draft.num_decode_tokens,
-            draft.num_context_tokens,
-            wait,
-            self._blocks.block_size,
-            self._config.max_num_batched_tokens,
-        )
-        return max(0, min(draft.budget, limit - draft.num_prefill_tokens))
+            return most
+        return self._prefill_budget.arrival_budget(num_decodes, num_context, wait, self._blocks.block_size, most)
 
     def _advance(self, seq: Sequence) -> None:
         """Gives a seated sequence what is left of its prefill, as far as budget and free blocks go."""
@@ -290,9 +293,16 @@ class Planner:
         """Seats the waiting in order while there is room; above: only those of higher classes."""
         while self._draft.budget > 0 and not self._is_closed:
             seq = self._next_candidate()
-            if seq is None or (above is not None and seq.priority_class <= above):
+            if seq is None:
                 return
-            if not self._try_to_admit(seq):
+            has_room = self._prefill_left(seq.request.lane) > 0
+            if not has_room or (above is not None and seq.priority_class <= above):
+                # A raised one of a lower class may stand before one of a higher class, which need not wait for it.
+                seq = self._first_above(seq.priority_class if above is None else max(above, seq.priority_class))
+                if seq is None:
+                    return
+                has_room = self._prefill_left(seq.request.lane) > 0
+            if not has_room or not self._try_to_admit(seq):
                 self._passed[seq.seq_id] = None
 
     def _class_without_budget(self) -> int | None:
@@ -310,14 +320,20 @@ class Planner:
                 return seq
         return None
 
+    def _first_above(self, priority_class: int) -> Sequence | None:
+        """The first of the waiting of a higher class than that, among as many as a step looks at."""
+        if max(self._waiting_by_class, default=priority_class) <= priority_class:
+            return None
+        for seq in self._waiting.first(self._now, self._config.max_prefix_probes):
+            if seq.priority_class > priority_class and seq.seq_id not in self._passed:
+                return seq
+        return None
+
     def _try_to_admit(self, seq: Sequence) -> bool:
         """Seats it if it fits, by preemption if it may; False: it stays, for now."""
         config, blocks = self._config, self._blocks
         if seq.preempted_step == self._step:
             return False  # its copy out, if any, is still to be made
-        if self._prefill_left(seq.request.lane) <= 0:
-            self._is_closed = True
-            return False
         is_full = len(self.running) >= config.max_seats
         may_displace = self._may_displace(seq)
         if self._barrier is not None and seq.priority_class < self._barrier:
@@ -357,7 +373,7 @@ class Planner:
         return bool(victims)
 
     def _take_seat(self, seq: Sequence) -> None:
-        self._waiting.remove(seq)
+        self.dequeue(seq)
         seq.move_to(_RUNNING)
         seq.opened_step = 0
         seq.num_prefill = seq.num_tokens
@@ -431,7 +447,7 @@ class Planner:
             victim.num_recomputes += 1
         victim.preempted_step = self._step
         victim.move_to(SequenceStatus.WAITING)
-        self._waiting.push(victim, self._now)
+        self.enqueue(victim, self._now)
         request = victim.request
         draft.preempted.append(
             Preemption(request.request_id, victim.choice, cause, mode, num_tokens, beneficiary.request.request_id)
@@ -450,6 +466,16 @@ class Planner:
                 draft.num_prefill_tokens -= num_tokens
         elif victim in draft.paused:
             draft.paused.remove(victim)
+
+    def enqueue(self, seq: Sequence, now: float) -> None:
+        """It waits for a seat from now on."""
+        self._waiting.push(seq, now)
+        _count(self._waiting_by_class, seq.priority_class, 1)
+
+    def dequeue(self, seq: Sequence) -> None:
+        """It waits no longer."""
+        self._waiting.remove(seq)
+        _count(self._waiting_by_class, seq.priority_class, -1)
 
     def give_up_seat(self, seq: Sequence) -> None:
         """Takes a sequence off the running, and its row off the runner."""

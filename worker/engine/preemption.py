@@ -50,7 +50,7 @@ class VictimChooser:
             and v.has_row
             and v.is_decoding
             and v.num_computed < len(v.block_ids) * size  # it needs no block itself
-            and self._ends_soon(v)
+            and self.ends_soon(v)
             for v in running
         )
 
@@ -90,11 +90,12 @@ class VictimChooser:
             victim.status is SequenceStatus.RUNNING
             and victim.has_row
             and victim.opened_step != step
-            and not self._ends_soon(victim)
+            and not self.ends_soon(victim)
             and not self._blocks.is_pinned(victim)
         )
 
-    def _ends_soon(self, seq: Sequence) -> bool:
+    def ends_soon(self, seq: Sequence) -> bool:
+        """Whether its seat and its blocks come free within a few steps anyway."""
         return seq.request.max_tokens - len(seq.output) <= self._config.finish_soon
 
     def _cheapest(self, candidates: list[Sequence], num_blocks: int) -> list[Sequence]:

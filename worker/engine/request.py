@@ -114,7 +114,7 @@ class Sequence:
         self.num_lost = 0  # tokens computed when it was last preempted, not yet computed again or restored
         self.num_prefix_waits = 0  # steps that it waited for a prefix which another one computes
         self.num_overtaken = 0  # steps in which it did not fit and another one behind it was seated
-        self.num_pauses = 0  # steps in a row in which its token went to a higher class
+        self.num_pauses = 0  # how often its token went to a higher class, counted up to the bound and again from 0
         eos_token_ids = () if request.ignore_eos else request.eos_token_ids
         self._end_tokens = dict.fromkeys((*eos_token_ids, *request.stop_token_ids))
         self._detokenizer = request.new_detokenizer()

@@ -156,7 +156,7 @@ class Scheduler:
         if unfinished:
             self._unfinished[request.request_id] = unfinished
             for seq in unfinished:
-                self._waiting.push(seq, max(self._now, request.arrival))
+                self._planner.enqueue(seq, max(self._now, request.arrival))
         return events
 
     def cancel(self, request_id: str, reason: FinishReason) -> list[EngineEvent]:
@@ -293,7 +293,7 @@ class Scheduler:
             if seq.status is _RUNNING:
                 self._planner.give_up_seat(seq)
                 seq.move_to(SequenceStatus.WAITING)
-                self._waiting.push(seq, self._now)
+                self._planner.enqueue(seq, self._now)
             self._blocks.release(seq, fence=True)
             self._blocks.drop_host(seq, fence=True)
 
@@ -342,7 +342,7 @@ class Scheduler:
         for seq in sequences:
             if seq.status is SequenceStatus.WAITING:
                 seq.move_to(SequenceStatus.FINISHED)
-                self._waiting.remove(seq)
+                self._planner.dequeue(seq)
                 # The step in flight may be copying its KV, in or out.
                 self._blocks.release(seq, fence=self._flight is not None)
                 self._blocks.drop_host(seq, fence=self._flight is not None)

@@ -55,7 +55,12 @@ def run_fleet(
     shares: list[list[Arrival]] = [[] for _ in range(num_workers)]
     for arrival in arrivals:
         shares[rng.randrange(num_workers)].append(arrival)
-    return [SimulatedWorker(profile, levels, *new(profile, levels)).run(share) for share in shares]
+    runs: list[WorkerRun] = []
+    for share in shares:
+        scheduler, admission, step_model = new(profile, levels)
+        admission.share(1 / num_workers, 0.0)  # limits are of the deployment
+        runs.append(SimulatedWorker(profile, levels, scheduler, admission, step_model).run(share))
+    return runs
 
 
 def fewest_workers(run: Callable[[int], list[WorkerRun]], slos: Sequence[Slo]) -> tuple[int, list[WorkerRun]]:

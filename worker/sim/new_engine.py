@@ -32,7 +32,14 @@ def engine_factory(policy: str = DEFAULT_POLICY) -> NewEngine:
         )
         scheduler = Scheduler(scheduler_config(profile, levels), waiting, cost_model(profile), StepBudget(model))
         quotas = Quotas(levels.tenants)
-        admission = Admission(levels.tiers, quotas, levels.limits, model, chunk=profile.max_num_batched_tokens)
+        admission = Admission(
+            levels.tiers,
+            quotas,
+            levels.limits,
+            model,
+            chunk=profile.max_num_batched_tokens,
+            share_seats=waiting.share,
+        )
         return scheduler, admission, model
 
     return new
