@@ -28,6 +28,7 @@ from service.topics import create_topics
 SESSION_TIMEOUT_S = 6.0
 PARTITIONS = 4
 IN_FLIGHT_BY_CLIENT = 0.1  # share of the load that goes through the product's client
+WARM_UP_S = 2.0  # of load before the first fault
 SETTLE_S = 180.0  # without any progress: what has not ended then is lost
 SHARED_TOPICS = ("replies.shared-a", "replies.shared-b")
 
@@ -196,9 +197,8 @@ class Campaign:
                 decode=self._reader.decode,
                 shared_topics=SHARED_TOPICS,
             ) as self._traffic:
-                await self._wait_for_members(1)
-                expected = await self._undisturbed()
                 await self._wait_for_members(self._plan.workers)
+                expected = await self._undisturbed()
                 await self._under_fire()
                 await self._judge(expected)
         finally:
@@ -242,7 +242,7 @@ class Campaign:
         load = asyncio.create_task(self._traffic.keep(self._plan.in_flight - by_client, over), name="load")
         clients = asyncio.create_task(self._call(by_client, over), name="clients")
         try:
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(WARM_UP_S)
             for number, (fault, gap) in enumerate(self._plan.strikes(), 1):
                 await asyncio.sleep(gap)
                 self._said(f"fault {number} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")

@@ -279,7 +279,7 @@ def judge_blocks(members: Sequence[Member], verdict: Verdict) -> None:
             verdict.add("blocks leaked", f"{member.name}: {step['num_blocks_used']} for {step['num_running']} running")
 
 
-async def judge_leftovers(connection: KafkaConnection, verdict: Verdict, wait: float = 3.0) -> None:
+async def judge_leftovers(connection: KafkaConnection, verdict: Verdict, wait: float = 2.0) -> None:
     """After the callers have deleted theirs, no reply topic is there, nor comes back."""
     async with TopicAdmin(connection) as admin:
         await asyncio.sleep(wait)

@@ -260,5 +260,9 @@ async def run_until_signal(worker: Worker, link: SupervisorLink | None = None) -
     try:
         await worker.run()
     except asyncio.CancelledError:
+        if received and not running.cancelling():
+            # Nobody cancelled us: a client of aiokafka awaits its own cancelled task when its broker goes away meanwhile.
+            log.warning("worker.closed_without_broker")
+            return
         log.warning("worker.stopped_at_once")
         os._exit(128 + received[-1])  # all is closed; what Python and torch take apart at an exit takes a second

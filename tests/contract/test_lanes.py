@@ -101,8 +101,7 @@ async def position(cluster: Cluster, topic: str, partition: int = 0) -> int:
 
 
 async def test_every_record_once_and_committed_to_the_end(cluster: Cluster):
-    """Forty waiting records and room for ten, done as they come: never more are outstanding, each is delivered once,
-    and the next worker gets what is new."""
+    """Forty waiting records and room for ten, done as they come: never more are outstanding, each is delivered once."""
     topic = await lane_topic(cluster)
     await publish(cluster, topic, range(40))
     async with consuming(cluster, topic, max_outstanding=10) as worker:
@@ -114,14 +113,11 @@ async def test_every_record_once_and_committed_to_the_end(cluster: Cluster):
         assert worker.values == list(range(40))
         worker.done()
     assert await position(cluster, topic) == 40
-    await publish(cluster, topic, range(40, 41))
-    async with consuming(cluster, topic) as worker:
-        await until(lambda: worker.values)
-        assert worker.values == [40]
 
 
 async def test_t07_what_is_not_done_comes_again(cluster: Cluster):
-    """The second of three is not done: the next worker gets that and what is new, and nothing else."""
+    """The second of three is not done: the next worker gets that and what is new, and nothing else. Not even when the
+    coordinator is loading, or has moved, in the moment in which it asks where to begin."""
     cluster.needs(METADATA)
     topic = await lane_topic(cluster)
     await publish(cluster, topic, range(3))
@@ -130,6 +126,8 @@ async def test_t07_what_is_not_done_comes_again(cluster: Cluster):
         worker.done(0, 2)
     assert await position(cluster, topic) == 1
     await publish(cluster, topic, range(3, 4))
+    if ERRORS not in cluster.lacks:
+        cluster.handle.errors(OFFSET_FETCH, [LOADING, NOT_COORDINATOR] * 2)
     async with consuming(cluster, topic) as worker:
         await until(lambda: 3 in worker.values)
         assert worker.values == [1, 3]
@@ -178,7 +176,7 @@ async def test_t02_commits_that_fail(cluster: Cluster):
         await publish(cluster, topic, range(2))
         await until(lambda: worker.values == [0, 1])
         # Not ILLEGAL_GENERATION: who joins again as a stranger is a second member, which the mock's groups cannot have.
-        cluster.handle.errors(OFFSET_COMMIT, [LOADING, NO_COORDINATOR, NOT_COORDINATOR, REBALANCING])
+        cluster.handle.errors(OFFSET_COMMIT, [LOADING, NO_COORDINATOR, NOT_COORDINATOR])
         worker.done(0)
         await publish(cluster, topic, range(2, 4))
         await until(lambda: {2, 3} <= set(worker.values))
@@ -188,22 +186,6 @@ async def test_t02_commits_that_fail(cluster: Cluster):
         worker.done()
         await until(lambda: worker.lane.num_outstanding == 0)
     assert await position(cluster, topic) == 4
-
-
-async def test_committed_offsets_that_cannot_be_read_now(cluster: Cluster):
-    """A coordinator that is loading or has moved: a new worker asks again, and does not begin anew at the start of the
-    log."""
-    cluster.needs(ERRORS)
-    topic = await lane_topic(cluster)
-    await publish(cluster, topic, range(5))
-    async with consuming(cluster, topic) as worker:
-        await until(lambda: len(worker.values) == 5)
-        worker.done(*range(5))
-    cluster.handle.errors(OFFSET_FETCH, [LOADING, NOT_COORDINATOR] * 2)
-    async with consuming(cluster, topic) as worker:
-        await publish(cluster, topic, range(5, 6))
-        await until(lambda: worker.values)
-        assert worker.values == [5]
 
 
 async def test_heartbeats_and_fetches_that_fail(cluster: Cluster):
