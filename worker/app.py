@@ -261,7 +261,7 @@ async def run_until_signal(worker: Worker, link: SupervisorLink | None = None) -
         await worker.run()
     except asyncio.CancelledError:
         if received and not running.cancelling():
-            # Nobody cancelled us: a client of aiokafka awaits its own cancelled task when its broker goes away meanwhile.
+            # Nobody cancelled us: a client of aiokafka awaits its own cancelled task when its broker goes away.
             log.warning("worker.closed_without_broker")
             return
         log.warning("worker.stopped_at_once")
