@@ -427,7 +427,7 @@ class Campaign:
         sent = self._traffic.sent
         streams = await judge.read_again(bootstrap, sent, self._reader, verdict)
         judge.judge_answers(sent, streams, expected, verdict)
-        judge.judge_cuts(sent, streams, self._traffic.ended_at, verdict)
+        judge.judge_cuts(sent, streams, self._traffic.ended_at, self._traffic.served_until, verdict)
         for kind, choices in self._completions:
             if choices != [expected[kind.number].token_ids[c] for c in range(len(choices))]:
                 verdict.add("answers that differ from the undisturbed run", f"kind {kind.number}, through the client")

@@ -181,9 +181,15 @@ def _may_be_cut(request: Sent, reasons: Sequence[str]) -> bool:
 
 
 def judge_cuts(
-    sent: Sequence[Sent], streams: Mapping[bytes, Any], ended_at: Mapping[bytes, float], verdict: Verdict
+    sent: Sequence[Sent],
+    streams: Mapping[bytes, Any],
+    ended_at: Mapping[bytes, float],
+    served_until: Mapping[bytes, float],
+    verdict: Verdict,
 ) -> None:
-    """No request runs to its natural end long after it was cancelled, or its deadline; `ended_at` are Unix times."""
+    """No request runs to its natural end long after it was cancelled, or its deadline. Times are Unix times, of the end
+    and of the last tokens: where all tokens were there already, a new owner may find that out late.
+    """
     for request in sent:
         limits = [t for t in (request.cancelled_at, request.deadline) if t is not None]
         end, ended = streams[request.correlation_id].end, ended_at.get(request.correlation_id)
@@ -193,6 +199,7 @@ def judge_cuts(
         verdict.counts["seconds from cancel or deadline to the end, at most"] = max(
             verdict.counts["seconds from cancel or deadline to the end, at most"], round(late)
         )
+        late = served_until.get(request.correlation_id, ended) - min(limits)
         if late > GRACE_S and not {"cancelled", "deadline", "error"} & set(
             Answer.of(streams[request.correlation_id]).reasons
         ):

@@ -141,6 +141,7 @@ class Traffic:
         self._news = asyncio.Event()
         self.sent: list[Sent] = []
         self.ended_at: dict[bytes, float] = {}  # Unix time, when the accepted end was written
+        self.served_until: dict[bytes, float] = {}  # Unix time, when the last accepted tokens were written
 
     @property
     def open(self) -> list[Sent]:
@@ -276,6 +277,7 @@ class Traffic:
             return
         if event == "tokens" and value["attempt"] == sent.stream.attempt:
             sent.tokens_at.append((time.monotonic(), sent.stream.attempt))
+            self.served_until[sent.correlation_id] = record.timestamp / 1000
         if sent.over:
             self._news.set()
             self.ended_at[sent.correlation_id] = record.timestamp / 1000

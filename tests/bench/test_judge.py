@@ -41,14 +41,14 @@ def stream(
     return read
 
 
-def verdict_on(kind: Kind, read: Any, **sent: Any) -> set[str]:
+def verdict_on(kind: Kind, read: Any, served_until: float = 100.0, **sent: Any) -> set[str]:
     """What is found about one request."""
     request = Sent(kind, "batch", "replies.a", b"a", read)
     for name, value in sent.items():
         setattr(request, name, value)
     verdict = Verdict()
     judge_answers([request], {b"a": read}, EXPECTED, verdict)
-    judge_cuts([request], {b"a": read}, {b"a": 100.0}, verdict)
+    judge_cuts([request], {b"a": read}, {b"a": 100.0}, {b"a": served_until}, verdict)
     return set(verdict.faults)
 
 
@@ -70,6 +70,7 @@ def test_each_fault_is_found(reader: ModuleType):
     assert verdict_on(GREEDY, stream(reader, tokens=(5, 6), reason="cancelled")) == {"wrong finishes"}
     assert verdict_on(GREEDY, stream(reader), fault="ProtocolError()") == {tokens}
     assert verdict_on(GREEDY, stream(reader), cancelled_at=1.0) == {"wrong finishes"}
+    assert verdict_on(GREEDY, stream(reader), served_until=2.0, cancelled_at=1.0) == set()  # only its end was found late
 
 
 def test_what_was_asked_for_is_no_fault(reader: ModuleType):
