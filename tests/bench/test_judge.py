@@ -70,7 +70,9 @@ def test_each_fault_is_found(reader: ModuleType):
     assert verdict_on(GREEDY, stream(reader, tokens=(5, 6), reason="cancelled")) == {"wrong finishes"}
     assert verdict_on(GREEDY, stream(reader), fault="ProtocolError()") == {tokens}
     assert verdict_on(GREEDY, stream(reader), cancelled_at=1.0) == {"wrong finishes"}
-    assert verdict_on(GREEDY, stream(reader), served_until=2.0, cancelled_at=1.0) == set()  # only its end was found late
+    assert (
+        verdict_on(GREEDY, stream(reader), served_until=2.0, cancelled_at=1.0) == set()
+    )  # only its end was found late
 
 
 def test_what_was_asked_for_is_no_fault(reader: ModuleType):
