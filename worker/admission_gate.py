@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from worker.engine.admission import NEVER, Admission, Admit, Begun, Decision, Delay
+from worker.engine.admission import Admission, Admit, Begun, Decision, Delay
 from worker.engine.protocols import Clock
+from worker.engine.quota import NEVER
 from worker.engine.request import Request
 
 

@@ -156,7 +156,7 @@ class Worker:
 
     def _renew_share(self, lanes: dict[str, KafkaLane]) -> None:
         """Limits are of the deployment: this worker enforces its part of all lanes' partitions."""
-        owned = sum(lane.num_owned for lane in lanes.values())
+        owned = sum(len(lane.partitions) for lane in lanes.values())
         partitions = sum(lane.num_partitions for lane in lanes.values())
         self.share = owned / partitions
         self.num_shares += 1

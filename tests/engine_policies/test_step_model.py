@@ -102,7 +102,7 @@ def test_the_worst_case_of_all_zero_steps():
         model.observe(0, 0, 0, 0.0)
     assert model.seconds(1000, 1000, 10) == 0
     assert model.prefill_tokens_per_s(512) == float("inf")
-    assert StepBudget(model)(4, 100, 0.05, 16, 8192) == 8192
+    assert StepBudget(model).budget(4, 100, 0.05, 16, 8192) == 8192
 
 
 def test_prefill_seconds_counts_steps_and_tokens():
@@ -143,10 +143,10 @@ def test_the_budget_keeps_the_target_and_is_the_most_that_does(seed: int):
     """With it the step fits the target by the model; with a token more it would not, unless a limit says so."""
     rng = random.Random(seed)
     model = fitted(seed)
-    budget = StepBudget(model, headroom=1.0).budget
+    budget = StepBudget(model, headroom=1.0)
     for _ in range(300):
         num_decodes, context, tpot = rng.randint(1, 256), rng.randrange(1_000_000), rng.uniform(0.005, 0.3)
-        tokens = budget(num_decodes, context, tpot, 16, 8192)
+        tokens = budget.budget(num_decodes, context, tpot, 16, 8192)
         assert 16 <= tokens <= 8192
         if tokens > 16:
             assert model.seconds(tokens, context, num_decodes) <= tpot * (1 + 1e-9)
@@ -161,27 +161,27 @@ def test_the_budget_is_monotone(seed: int):
     budget = StepBudget(fitted(seed))
     for _ in range(300):
         num_decodes, context, tpot = rng.randint(1, 256), rng.randrange(1_000_000), rng.uniform(0.001, 0.3)
-        tokens = budget(num_decodes, context, tpot, 16, 8192)
-        assert budget(num_decodes, context, tpot * 1.3, 16, 8192) >= tokens
-        assert budget(num_decodes + 9, context, tpot, 16, 8192) <= tokens
-        assert budget(num_decodes, context + 50_000, tpot, 16, 8192) <= tokens
-        assert budget(num_decodes, context, tpot, 16, 4096) == min(tokens, 4096)
+        tokens = budget.budget(num_decodes, context, tpot, 16, 8192)
+        assert budget.budget(num_decodes, context, tpot * 1.3, 16, 8192) >= tokens
+        assert budget.budget(num_decodes + 9, context, tpot, 16, 8192) <= tokens
+        assert budget.budget(num_decodes, context + 50_000, tpot, 16, 8192) <= tokens
+        assert budget.budget(num_decodes, context, tpot, 16, 4096) == min(tokens, 4096)
 
 
 def test_prefills_always_get_on():
     """Even where decodes alone miss their target, a step has one block of prefill, or what is left of the budget."""
     budget = StepBudget(StepModel(prior=TRUTH))
-    assert budget(256, 10_000_000, 0.001, 16, 8192) == 16
-    assert budget(256, 10_000_000, 0.001, 16, 5) == 5
-    assert budget(256, 10_000_000, 0.001, 16, 0) == 0
+    assert budget.budget(256, 10_000_000, 0.001, 16, 8192) == 16
+    assert budget.budget(256, 10_000_000, 0.001, 16, 5) == 5
+    assert budget.budget(256, 10_000_000, 0.001, 16, 0) == 0
 
 
 def test_without_a_target_there_is_nothing_to_keep():
     """No decodes, no target, or no model yet: the whole budget."""
     budget = StepBudget(StepModel(prior=TRUTH))
-    assert budget(0, 0, 0.01, 16, 8192) == 8192
-    assert budget(10, 1000, None, 16, 8192) == 8192
-    assert StepBudget(StepModel())(10, 1000, 0.001, 16, 8192) == 8192
+    assert budget.budget(0, 0, 0.01, 16, 8192) == 8192
+    assert budget.budget(10, 1000, None, 16, 8192) == 8192
+    assert StepBudget(StepModel()).budget(10, 1000, 0.001, 16, 8192) == 8192
 
 
 def test_the_arrival_budget_fills_the_wait_but_always_two_thirds_of_a_step():

@@ -12,12 +12,10 @@ from math import ceil, floor
 
 from schemas.reasons import ErrorCode
 from worker.engine.predictor import LengthPredictor
-from worker.engine.quota import Quotas
+from worker.engine.quota import NEVER, Quotas
 from worker.engine.request import Request
 from worker.engine.step_model import StepModel
 from worker.engine.tiers import TierPolicy
-
-NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

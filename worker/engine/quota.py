@@ -3,7 +3,8 @@
 Rates are of the whole deployment; a worker enforces its share, which is renewed at every re-balance. A request reserves
 its prompt and the most that it may generate when it comes; what it did not use is given back when it ends. A bucket may
 be in debt: then a reservation is good from the time at which the debt is paid (virtual scheduling, as in the GCRA of
-ITU-T I.371), so requests of one tenant start in the order in which they came.
+ITU-T I.371), so requests of one tenant start in the order in which they came, but for a newcomer that what was given
+back meanwhile covers at once.
 """
 
 from collections.abc import Mapping

@@ -191,8 +191,6 @@ class StepBudget:
             fitting = int(room / cost.per_prefill_token)
         return min(max_tokens, max(block_size, fitting))
 
-    __call__ = budget
-
 
 def _dot(left: list[float], right: list[float]) -> float:
     return sum(a * b for a, b in zip(left, right, strict=True))

@@ -36,7 +36,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         consumer: started by `run`; with a group, auto-commit off, reset to the earliest offset.
         deliver: called with each new record, on the event loop; must not block.
         lost: called with the tier after partitions went elsewhere.
-        shared: called after every re-balance: `num_owned` and `num_partitions` may be others.
+        shared: called after every re-balance: `partitions` and `num_partitions` may be others.
         committed: the group's offsets with their metadata (`KafkaConnections.committed`).
         partitions_of: how many partitions a topic has (`KafkaConnections.partitions_of`).
         num_partitions: how many the lane has now.
@@ -91,11 +91,6 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     @property
     def num_outstanding(self) -> int:
         return sum(t.num_outstanding for t in self._trackers.values())
-
-    @property
-    def num_owned(self) -> int:
-        """Partitions that this worker holds."""
-        return len(self._trackers)
 
     @property
     def partitions(self) -> list[int]:
@@ -320,7 +315,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         except KafkaError as e:
             log.warning("lane.partitions_unknown", lane=self.tier, error=repr(e))
         else:
-            self.num_partitions = max(count, self.num_owned)
+            self.num_partitions = max(count, len(self._trackers))
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
         while partitions and not self._stopping.is_set():
