@@ -25,8 +25,12 @@ def tenants(weights: dict[str, float]) -> dict[str, TenantPolicy]:
 class GreedyWorld(World):
     """Every tenant always has work waiting; what runs shares a pool of tokens, and gets a token each per step."""
 
-    def __init__(self, queue: PolicyQueue, weights: dict[str, float], seed: int) -> None:
+    def __init__(
+        self, queue: PolicyQueue, weights: dict[str, float], seed: int, backlog: int = 3, priority_class: int = 2
+    ) -> None:
         super().__init__(queue)
+        self.backlog = backlog  # requests that each tenant has waiting at least
+        self.priority_class = priority_class
         self.rng = random.Random(seed)
         self.service = dict.fromkeys(weights, 0.0)  # prompt tokens + 2 * output tokens
         self.num_waiting = dict.fromkeys(weights, 0)
@@ -36,11 +40,16 @@ class GreedyWorld(World):
         """Returns the tenants that were admitted, in order."""
         self.now += 0.01
         for tenant in self.num_waiting:
-            while self.num_waiting[tenant] < 3:
+            while self.num_waiting[tenant] < self.backlog:
                 self.num_waiting[tenant] += 1
                 # Some tenants ask much, some little: shares must not follow what is asked.
                 size = 40 if tenant in ("t0", "t2", "t3") else 200
-                self.push(tenant=tenant, prompt=self.rng.randint(1, size), max_tokens=self.rng.randint(1, size))
+                self.push(
+                    tenant=tenant,
+                    priority_class=self.priority_class,
+                    prompt=self.rng.randint(1, size),
+                    max_tokens=self.rng.randint(1, size),
+                )
         admitted = []
         while (head := self.queue.head(self.now)) and self.num_pool_tokens + head.max_num_tokens <= POOL_TOKENS:
             self.num_pool_tokens += head.max_num_tokens
@@ -61,11 +70,15 @@ class GreedyWorld(World):
         return {tenant: service / WEIGHTS.get(tenant, 1.0) for tenant, service in self.service.items()}
 
 
-@pytest.mark.parametrize("name", ["wfq", "composite"])
+# A backlog of 60 requests each takes 30 s and more, so that all of it has waited longer than the quantum of class 0.
+FAIR_WORLDS = [("wfq", 3, 2), ("composite", 3, 2), ("composite", 60, 0)]
+
+
+@pytest.mark.parametrize(("name", "backlog", "priority_class"), FAIR_WORLDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_service_stays_within_the_vtc_bound(name: str, seed: int):
+def test_service_stays_within_the_vtc_bound(name: str, backlog: int, priority_class: int, seed: int):
     """8 greedy tenants, weights 1, 1, 2, 4 twice: always within U of their share, over any interval within 2U."""
-    world = GreedyWorld(make_policy(name, tenants=tenants(WEIGHTS)), WEIGHTS, seed)
+    world = GreedyWorld(make_policy(name, tenants=tenants(WEIGHTS)), WEIGHTS, seed, backlog, priority_class)
     lowest = dict.fromkeys(combinations(WEIGHTS, 2), 0.0)
     highest = dict(lowest)
     for _ in range(4000):
@@ -89,13 +102,15 @@ def test_first_come_first_served_breaks_the_bound():
     assert max(got.values()) - min(got.values()) > 2 * BOUND
 
 
-@pytest.mark.parametrize("name", ["wfq", "composite"])
+@pytest.mark.parametrize(("name", "backlog", "priority_class"), FAIR_WORLDS)
 @pytest.mark.parametrize("seed", range(5))
-def test_a_new_tenant_is_served_within_one_round(name: str, seed: int):
+def test_a_new_tenant_is_served_within_one_round(name: str, backlog: int, priority_class: int, seed: int):
     """Before a newcomer's first turn no other tenant has more than one."""
-    world = GreedyWorld(make_policy(name, tenants=tenants(WEIGHTS)), WEIGHTS, seed)
-    for _ in range(300 + seed):
+    world = GreedyWorld(make_policy(name, tenants=tenants(WEIGHTS)), WEIGHTS, seed, backlog, priority_class)
+    for _ in range(1300 + seed):
         world.step()
+    ages = [world.now - seq.request.arrival for seq in world.waiting.values()]
+    assert backlog == 3 or max(ages) > 8, "nobody has waited long enough to tell"
     world.num_waiting["new"] = 0
     world.service["new"] = 0.0
     turns: list[str] = []

@@ -13,7 +13,8 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from worker.engine.policies.queues import Entry, Flow, Key, Level, Tenant, Ticket, TicketHeap
+from worker.engine.policies.queues import Claim, Entry, Flow, Key, Level, Tenant, Ticket, TicketHeap
+from worker.engine.policies.turns import ClaimedTurns, Turns
 from worker.engine.request import Sequence, SequenceStatus
 from worker.engine.tiers import TenantPolicy, TierPolicy
 
@@ -37,6 +38,7 @@ class Place:
     key: Key
     until: float = NEVER
     is_ahead: bool = False  # of all fresh work of its level, as one that has started already
+    claims: bool = False  # a turn of the level above for its own: it has waited too long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class PolicyQueue:
         self.config = config
         self._levels: dict[tuple[int, bool], Level] = {}
         self._level_order: list[tuple[int, bool]] = []  # most urgent first
+        self._claims: dict[int, Claim] = {}  # by the level of those who claim
         self._tenants: dict[str, Tenant] = {}
         self._entries: dict[int, Entry] = {}  # by sequence id: all that wait or sit
         self._departed: dict[int, Entry] = {}  # of those, the ones that wait no longer
@@ -116,6 +119,8 @@ class PolicyQueue:
         entry = self._entries[seq.seq_id]
         assert entry.ticket is not None, f"sequence {seq.seq_id} does not wait"
         assert entry.flow is not None, "a ticket without a flow"
+        claim = self._claims.get(entry.flow.level.number)
+        entry.claim = claim if claim is not None and claim.num_overdue else None
         self._retire(entry.ticket, entry.flow)
         entry.ticket = None
         self._num_waiting -= 1
@@ -126,22 +131,29 @@ class PolicyQueue:
 
     def head(self, now: float) -> Sequence | None:
         self._advance(now)
-        for number in self._level_order:
-            flow = self._levels[number].peek()
+        for key in self._level_order:
+            flow = self._levels[key].peek_turn()
             if flow is not None:
-                ticket = flow.tickets.peek()
-                assert ticket is not None, "an empty flow has a turn"
-                return ticket.entry.seq
+                return flow.first.entry.seq
         return None
 
     def first(self, now: float, limit: int) -> Iterator[Sequence]:
         self._advance(now)
         found: list[Entry] = []
         taken_seats: dict[str, int] = {}
-        for number in self._level_order:
-            if len(found) >= limit:
-                break
-            found += self._levels[number].first(limit - len(found), taken_seats, _full_prompt_cost)
+        turns = {level: Turns(level, taken_seats, _full_prompt_cost) for level in self._levels.values()}
+        for key in self._level_order:
+            level = self._levels[key]
+            readers: list[Turns | ClaimedTurns] = [turns[level]]
+            if (claim := level.claim) is not None:
+                readers.append(ClaimedTurns(claim, turns[claim.ahead], turns[claim.fresh], _full_prompt_cost))
+            while len(found) < limit:
+                following = [(turn.key, i) for i, reader in enumerate(readers) if (turn := reader.peek()) is not None]
+                if not following:
+                    break
+                found.append(readers[min(following)[1]].take())
+        for level_turns in turns.values():
+            level_turns.close()
         return iter([entry.seq for entry in found])
 
     def on_admitted(self, seq: Sequence, num_uncached: int, now: float) -> None:
@@ -156,8 +168,7 @@ class PolicyQueue:
             entry.account.num_accounts += 1
         if not entry.has_started:
             num_charged = min(num_uncached, seq.num_prompt)
-            cost = PROMPT_COST * num_charged + CACHED_COST * (seq.num_prompt - num_charged)
-            entry.account.counter += cost / entry.weight
+            self._charge(entry, PROMPT_COST * num_charged + CACHED_COST * (seq.num_prompt - num_charged))
             entry.has_started = True
         entry.is_seated = True
         entry.tenant.num_seated += 1
@@ -167,9 +178,7 @@ class PolicyQueue:
     def on_tokens(self, seq: Sequence, num_tokens: int) -> None:
         if not self.is_fair:
             return
-        entry = self._entries[seq.seq_id]
-        assert entry.account is not None, f"sequence {seq.seq_id} never had a seat"
-        entry.account.counter += OUTPUT_COST * num_tokens / entry.weight
+        self._charge(self._entries[seq.seq_id], OUTPUT_COST * num_tokens)
 
     def check_integrity(self) -> None:
         """Asserts in O(n) that nothing is lost, counted wrong or kept too long: P1 to P5 (Level), and here P6, P7."""
@@ -182,6 +191,12 @@ class PolicyQueue:
             own = [entry for entry in entries if entry.tenant is tenant]
             assert tenant.num_entries == len(own) > 0, "P7: entries of a tenant"
             assert tenant.num_seated == sum(entry.is_seated for entry in own), "P7: seats of a tenant"
+
+    def _charge(self, entry: Entry, cost: float) -> None:
+        assert entry.account is not None, f"sequence {entry.seq.seq_id} never had a seat"
+        entry.account.counter += cost / entry.weight
+        if entry.claim is not None:
+            entry.claim.counter += cost / entry.weight
 
     def share(self, fraction: float) -> None:
         """This worker grants `fraction` (0 to 1) of every tenant's `max_running` from now on. O(tenants with work)."""
@@ -224,8 +239,11 @@ class PolicyQueue:
         if not flow.tickets:
             level.lift(flow)
         self._num_tickets += 1
-        ticket = entry.ticket = Ticket(entry, (*place.key, float(entry.seq.seq_id)), place.until)
+        claim = self._claim(place.level) if place.claims else None
+        ticket = entry.ticket = Ticket(entry, (*place.key, float(entry.seq.seq_id)), place.until, claim)
         flow.tickets.push(ticket.key, self._num_tickets, ticket)
+        if claim is not None:
+            claim.note_joined()
         if place.until < NEVER:
             self._timers.push((place.until,), self._num_tickets, ticket)
         if old_ticket is not None:
@@ -234,9 +252,19 @@ class PolicyQueue:
             self._retire(old_ticket, old_flow)
         level.offer(flow)
 
+    def _claim(self, number: int) -> Claim:
+        """The claim of a level's class on the turns of the class above."""
+        claim = self._claims.get(number)
+        if claim is None:
+            own = self._level(number, is_ahead=True), self._level(number, is_ahead=False)
+            claim = self._claims[number] = Claim(*own, at=self._level(number - 1, is_ahead=False))
+        return claim
+
     def _retire(self, ticket: Ticket, flow: Flow) -> None:
         ticket.is_live = False
         flow.level.note_left(flow)
+        if ticket.claim is not None:
+            ticket.claim.note_left()
         if ticket.until < NEVER:
             self._timers.note_left()
 

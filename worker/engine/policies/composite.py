@@ -1,8 +1,8 @@
 """The default: class, then tenant by fair share, then priority, then slack."""
 
-from worker.engine.policies.base import FRESH, Place, PolicyQueue
+from worker.engine.policies.base import FRESH, NEVER, OVERDUE, Place, PolicyQueue
 from worker.engine.policies.edf import latest_start
-from worker.engine.policies.priority import aged_place, aging_quantum
+from worker.engine.policies.priority import aging_quantum
 from worker.engine.policies.queues import Entry
 from worker.engine.request import Sequence
 
@@ -20,14 +20,22 @@ class CompositeQueue(PolicyQueue):
         entry.latest_start = latest_start(entry, self.config)
 
     def place(self, entry: Entry, now: float) -> Place:
-        aged = aged_place(entry, now, self.config)
-        if aged is not None:
-            return aged
+        """One that has waited its quantum goes first in its tenant's flow, and its class claims turns of the next one.
+
+        A class rises, not a sequence: else who is new in it would wait for all that are old, whoever pays for them.
+        """
         request = entry.seq.request
+        level = -request.priority_class
+        aged_at = request.arrival + aging_quantum(request.priority_class, self.config)
+        is_aged = now >= aged_at
+        claims = is_aged and request.priority_class < self.config.top_class
+        if entry.has_started:
+            return Place(level, (request.arrival,), NEVER if is_aged else aged_at, is_ahead=True, claims=claims)
+        if is_aged:
+            return Place(level, (OVERDUE, request.arrival), claims=claims)
         is_late = now >= entry.latest_start
-        until = request.arrival + aging_quantum(request.priority_class, self.config)
         key = (FRESH, float(-request.priority), float("inf") if is_late else entry.latest_start, request.arrival)
-        return Place(-request.priority_class, key, until=until if is_late else min(until, entry.latest_start))
+        return Place(level, key, until=aged_at if is_late else min(aged_at, entry.latest_start))
 
     def urgency(self, seq: Sequence) -> tuple[float, ...]:
         request = seq.request

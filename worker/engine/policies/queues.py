@@ -5,7 +5,6 @@ policy holds its levels, strictest first. What leaves is marked and dropped when
 """
 
 import heapq
-from collections.abc import Callable
 
 from worker.engine.lazy_heap import LazyHeap
 from worker.engine.request import Sequence
@@ -46,6 +45,7 @@ class Entry:
 
     __slots__ = (
         "account",
+        "claim",
         "flow",
         "has_started",
         "is_seated",
@@ -70,6 +70,7 @@ class Entry:
         self.account: Flow | None = (
             None  # its tenant's fair flow where its first turn was: what it costs is charged there
         )
+        self.claim: Claim | None = None  # by which it took its seat, above its class
         self.latest_start = float("inf")  # when its slack is used up (EDF)
         self.work = 0.0  # predicted, still to do (SRTF)
 
@@ -77,12 +78,13 @@ class Entry:
 class Ticket:
     """One place of an entry in the order. A new place is a new ticket, so an old one never comes alive again."""
 
-    __slots__ = ("entry", "is_live", "key", "until")
+    __slots__ = ("claim", "entry", "is_live", "key", "until")
 
-    def __init__(self, entry: Entry, key: Key, until: float) -> None:
+    def __init__(self, entry: Entry, key: Key, until: float, claim: "Claim | None") -> None:
         self.entry = entry
         self.key = key
         self.until = until  # when the policy has to be asked again
+        self.claim = claim  # that it keeps up, by having waited too long
         self.is_live = True
 
 
@@ -121,6 +123,47 @@ class Flow:
         self.listing: Listing | None = None  # where the level lists it, under a key that is at most its true one
         self.is_parked = False  # it has work, and its tenant has no seat left
 
+    @property
+    def first(self) -> Ticket:
+        """The next ticket of a flow that has one."""
+        ticket = self.tickets.peek()
+        assert ticket is not None, "an empty flow has a turn"
+        return ticket
+
+
+class Claim:
+    """What a class may take of the turns of the class above while some of it have waited too long.
+
+    It has a part like a tenant's there, with a counter of its own, and its turns go in the order of its own class: so
+    how the tenants of a class share what it gets does not depend on how long they have waited.
+    """
+
+    __slots__ = ("_at", "ahead", "counter", "fresh", "num_overdue")
+
+    def __init__(self, ahead: "Level", fresh: "Level", at: "Level") -> None:
+        """`ahead`, `fresh`: the class's own levels; `at`: the level of the class above."""
+        self.ahead, self.fresh = ahead, fresh
+        self.counter = 0.0
+        self.num_overdue = 0  # entries that wait and have waited too long
+        self._at = at
+        at.claim = self
+
+    def peek(self) -> Flow | None:
+        """The flow of the class whose turn it is; None: it claims none."""
+        return (self.ahead.peek() or self.fresh.peek()) if self.num_overdue else None
+
+    def note_joined(self) -> None:
+        """One more has waited too long. A claim that becomes active starts as a flow does."""
+        if self.num_overdue == 0:
+            self._at.lift_to_least(self)
+        self.num_overdue += 1
+
+    def note_left(self) -> None:
+        """One of them waits no longer."""
+        self.num_overdue -= 1
+        if self.num_overdue == 0:
+            self._at.last_left = self
+
 
 Listing = tuple[Key, int, Flow]  # key, a number of its own, who is listed
 
@@ -134,13 +177,14 @@ class Level:
 
     def __init__(self, number: int, *, is_fair: bool) -> None:
         self.number = number
+        self.claim: Claim | None = None  # of the class below
         self._is_fair = is_fair  # ordered by counter; else by the heads of the flows
         self._heap: list[Listing] = []
         self._num_listings = 0
         self._num_listed = 0
         self._flows: dict[str, Flow] = {}
         self._max_flows = 2 * MAX_IDLE_FLOWS
-        self._last_left: Flow | None = None
+        self.last_left: Flow | Claim | None = None  # who had work here last
 
     def flow(self, tenant: Tenant) -> Flow:
         """The tenant's flow at this level, a new one if it has none."""
@@ -161,16 +205,23 @@ class Level:
         So nobody saves up a claim by being away, and nobody loses a debt by it.
         """
         if self._is_fair:
-            least = self.peek() or self._last_left
-            if least is not None:
-                flow.counter = max(flow.counter, least.counter)
+            self.lift_to_least(flow)
+
+    def lift_to_least(self, who: Flow | Claim) -> None:
+        """Lifts its counter to the least of those that are active here, or to that of who was last."""
+        active = [flow.counter for flow in (self.peek(),) if flow is not None]
+        if self.claim is not None and self.claim.num_overdue:
+            active.append(self.claim.counter)
+        if not active and self.last_left is not None:
+            active.append(self.last_left.counter)
+        who.counter = max(who.counter, min(active, default=0.0))
 
     def offer(self, flow: Flow) -> None:
         """A flow's key may have become smaller: lists it under the new one."""
         head = flow.tickets.peek()
         if head is None or flow.is_parked:
             return
-        key = self._key(flow, head)
+        key = self.key(flow, head)
         if flow.listing is None:
             self._num_listed += 1
         elif key >= flow.listing[0]:
@@ -184,12 +235,26 @@ class Level:
         """A ticket of the flow has just died."""
         flow.tickets.note_left()
         if not flow.tickets:
-            self._last_left = flow
+            self.last_left = flow
         elif self._is_fair:
             self.offer(flow)  # among equal counters the new head may have come earlier
 
     def peek(self) -> Flow | None:
-        """The flow whose turn it is. Flows of tenants without room are parked on the way, which costs each O(log n)."""
+        """The flow whose turn it is."""
+        listing = self.peek_listing()
+        return None if listing is None else listing[2]
+
+    def peek_turn(self) -> Flow | None:
+        """The flow whose turn it is here, which may be one of the class below."""
+        flow, lower = self.peek(), None if self.claim is None else self.claim.peek()
+        if flow is None or lower is None:
+            return flow or lower
+        assert self.claim is not None, "nobody claims anything here"
+        own_key = (flow.counter, flow.first.key[-1])
+        return flow if own_key < (self.claim.counter, lower.first.key[-1]) else lower
+
+    def peek_listing(self) -> Listing | None:
+        """The first listing, its key true. Parks flows of tenants without room on the way, each in O(log n)."""
         heap = self._heap
         while heap:
             listing = heap[0]
@@ -206,46 +271,18 @@ class Level:
                     flow.is_parked = True
                     flow.tenant.parked.append(flow)
                 continue
-            key = self._key(flow, head)
+            key = self.key(flow, head)
             if key == listing[0]:
-                return flow
+                return listing
             heapq.heapreplace(heap, self._list(flow, key))
         return None
 
-    def first(self, limit: int, taken_seats: dict[str, int], prompt_cost: Callable[[Entry], float]) -> list[Entry]:
-        """The entries that would be admitted next, in turn, at most `limit`, each flow charged for its earlier ones.
+    def take_listing(self) -> Listing:
+        """Takes out for a while what `peek_listing` has just shown; `put_back_listing` must follow."""
+        return heapq.heappop(self._heap)
 
-        `taken_seats`: per tenant, how many stand in the answer already; it is added to. O(limit log n).
-        """
-        found: list[Entry] = []
-        opened: list[Listing] = []
-        taken: list[tuple[Flow, tuple[Key, int, Ticket]]] = []
-        turns: list[tuple[Key, int, Flow, float]] = []
-        while len(found) < limit:
-            flow = self.peek()
-            if flow is not None and (not turns or self._heap[0] < turns[0][:3]):
-                opened.append(heapq.heappop(self._heap))
-                heapq.heappush(turns, (*opened[-1], 0.0))
-                continue
-            if not turns:
-                break
-            _, number, flow, charged = heapq.heappop(turns)
-            name = flow.tenant.policy.name
-            if flow.tenant.room <= taken_seats.get(name, 0):
-                continue
-            taken.append((flow, flow.tickets.take()))
-            entry = taken[-1][1][2].entry
-            found.append(entry)
-            taken_seats[name] = taken_seats.get(name, 0) + 1
-            charged += prompt_cost(entry)
-            following = flow.tickets.peek()
-            if following is not None:
-                heapq.heappush(turns, (self._key(flow, following, charged), number, flow, charged))
-        for flow, item in taken:
-            flow.tickets.put_back(item)
-        for listed in opened:
-            heapq.heappush(self._heap, listed)
-        return found
+    def put_back_listing(self, listing: Listing) -> None:
+        heapq.heappush(self._heap, listing)
 
     def check_integrity(self) -> int:
         """Asserts, in O(n), that whoever has work is listed at most under its true key, or parked; returns the waiting.
@@ -263,7 +300,7 @@ class Level:
             assert head is None or (flow.listing is not None) != flow.is_parked, "P1: work that is not listed, or twice"
             if flow.listing is not None:
                 assert any(listing is flow.listing for listing in listed), "P2: a listing is lost"
-                assert head is None or flow.listing[0] <= self._key(flow, head), "P3: a key above the true one"
+                assert head is None or flow.listing[0] <= self.key(flow, head), "P3: a key above the true one"
             if flow.is_parked:
                 assert flow in flow.tenant.parked, "P4: a parked flow that nobody wakes"
         return sum(len(flow.tickets) for flow in self._flows.values())
@@ -274,7 +311,7 @@ class Level:
         flow.listing = (key, self._num_listings, flow)
         return flow.listing
 
-    def _key(self, flow: Flow, head: Ticket, charged: float = 0.0) -> Key:
+    def key(self, flow: Flow, head: Ticket, charged: float = 0.0) -> Key:
         """The turn of a flow whose first ticket is `head`, had the flow been charged that much more."""
         return (flow.counter + charged, head.key[-1]) if self._is_fair else head.key
 
