@@ -118,24 +118,40 @@ class Planner:
         self._misfits = []
         self._is_closed = False
         self._below_waterline = self._is_below_waterline()
-        prefills, pausing = self._grant_decodes(self.running, self._pausing_class())
-        draft.num_context_tokens = sum([part.start + 1 for part in draft.scheduled])
-        draft.budget = self._prefill_room(draft.num_decode_tokens, draft.num_context_tokens)
-        for seq in prefills:
-            self._admit_waiting(above=seq.priority_class)
-            if seq.status is _RUNNING:
-                self._advance(seq)
-        self._admit_waiting()
+        pausing_class = self._pausing_class()
+        prefills, pausing = self._grant_decodes(self.running, pausing_class)
+        draft.budget = self._budget_left()
+        if pausing and pausing_class is not None:
+            self._prefill([seq for seq in prefills if seq.priority_class >= pausing_class], above=pausing_class - 1)
+            prefills = [seq for seq in prefills if seq.priority_class < pausing_class]
+            if draft.num_prefill_tokens:
+                draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
+            else:
+                self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
+                draft.budget = self._budget_left()
+        self._prefill(prefills)
         self._starved_class = self._class_without_budget()
-        if draft.num_prefill_tokens:
-            draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
-        else:
-            self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
-            draft.budget = min(draft.budget, self._config.max_num_batched_tokens - draft.num_decode_tokens)
         if self._blocks.host.num_used and not draft.preempted:
             self._prefetch()
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
         return draft
+
+    def _budget_left(self) -> int:
+        """Tokens of prefill beside the decodes of the draft, of which none has a prefill yet."""
+        draft = self._draft
+        draft.num_context_tokens = sum([part.start + 1 for part in draft.scheduled])
+        return self._prefill_room(draft.num_decode_tokens, draft.num_context_tokens)
+
+    def _prefill(self, seated: Items[Sequence], above: int | None = None) -> None:
+        """Goes on with the prefills of the seated, each after the waiting of a higher class; then seats the waiting.
+
+        above: of them, only those of higher classes.
+        """
+        for seq in seated:
+            self._admit_waiting(above=seq.priority_class)
+            if seq.status is _RUNNING:
+                self._advance(seq)
+        self._admit_waiting(above)
 
     def _pausing_class(self) -> int | None:
         """Decodes of lower classes pause in this step: its budget beside them is too small for the prefill of this one.
