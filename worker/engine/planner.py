@@ -20,6 +20,7 @@ from worker.engine.waiting import WaitingQueue
 
 _RUNNING = SequenceStatus.RUNNING
 _NO_BLOCKS: tuple[int, ...] = ()
+_NO_BARRIER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Planner:
         self._step = 0
         self._now = 0.0
         self._num_claimed = 0  # blocks, free soon, that paused decodes will take
-        self._barrier: int | None = None  # classes below have no use of what a preemption freed
+        self._barrier = _NO_BARRIER  # classes below get no seat: what a preemption freed is not for them
         self._passed: dict[int, None] = {}  # seq_ids of the waiting that were looked at and stay
         self._misfits: list[Sequence] = []  # of them, those for whom there was no room
         self._num_probes = 0
@@ -113,7 +114,7 @@ class Planner:
         draft = self._draft = StepDraft(self._config.max_num_batched_tokens)
         self._step, self._now = step, now
         self._num_claimed = self._num_probes = 0
-        self._barrier = None
+        self._barrier = _NO_BARRIER
         self._passed = {}
         self._misfits = []
         self._is_closed = False
@@ -233,7 +234,7 @@ class Planner:
         if not victims and self._victims.waits_for_end(seq, self.running):
             self._draft.paused.append(seq)
             return False
-        self._raise_barrier(seq.priority_class + 1)
+        self._barrier = max(self._barrier, seq.priority_class + 1)
         for victim in victims or (seq,):
             self._preempt(victim, "block", seq)
         return bool(victims)
@@ -312,9 +313,10 @@ class Planner:
             if seq is None:
                 return
             has_room = self._prefill_left(seq.request.lane) > 0
-            if not has_room or (above is not None and seq.priority_class <= above):
+            floor = self._barrier if above is None else max(above + 1, self._barrier)
+            if not has_room or seq.priority_class < floor:
                 # A raised one of a lower class may stand before one of a higher class, which need not wait for it.
-                seq = self._first_above(seq.priority_class if above is None else max(above, seq.priority_class))
+                seq = self._first_of(max(floor, seq.priority_class + 1))
                 if seq is None:
                     return
                 has_room = self._prefill_left(seq.request.lane) > 0
@@ -336,25 +338,20 @@ class Planner:
                 return seq
         return None
 
-    def _first_above(self, priority_class: int) -> Sequence | None:
-        """The first of the waiting of a higher class than that, among as many as a step looks at."""
-        if max(self._waiting_by_class, default=priority_class) <= priority_class:
+    def _first_of(self, floor: float) -> Sequence | None:
+        """The first of the waiting of that class or a higher one, among as many as a step looks at."""
+        if max(self._waiting_by_class, default=floor - 1) < floor:
             return None
         for seq in self._waiting.first(self._now, self._config.max_prefix_probes):
-            if seq.priority_class > priority_class and seq.seq_id not in self._passed:
+            if seq.priority_class >= floor and seq.seq_id not in self._passed:
                 return seq
         return None
 
     def _try_to_admit(self, seq: Sequence) -> bool:
         """Seats it if it fits, by preemption if it may; False: it stays, for now."""
         config, blocks = self._config, self._blocks
-        if seq.preempted_step == self._step:
-            return False  # its copy out, if any, is still to be made
         is_full = len(self.running) >= config.max_seats
         may_displace = self._may_displace(seq)
-        if self._barrier is not None and seq.priority_class < self._barrier:
-            self._is_closed = True
-            return False
         if not may_displace and (is_full or not self._below_waterline):
             return self._note_misfit(seq)
         self._num_probes += 1
@@ -385,7 +382,7 @@ class Planner:
         for victim in victims:
             self._preempt(victim, cause, seq)
         if victims:
-            self._raise_barrier(seq.priority_class)
+            self._barrier = max(self._barrier, seq.priority_class)
         return bool(victims)
 
     def _take_seat(self, seq: Sequence) -> None:
@@ -403,6 +400,7 @@ class Planner:
         self._waiting.on_admitted(seq, num_uncached, self._now)
         for misfit in self._misfits:
             misfit.num_overtaken += 1
+            self._is_closed |= misfit.num_overtaken >= self._config.max_overtaken
         self._draft.admitted.append(seq)
         self._advance(seq)
 
@@ -442,9 +440,6 @@ class Planner:
             or self._steps_without_prefill >= config.max_waiting_steps
         )
 
-    def _raise_barrier(self, priority_class: int) -> None:
-        self._barrier = priority_class if self._barrier is None else max(self._barrier, priority_class)
-
     def _preempt(self, victim: Sequence, cause: Cause, beneficiary: Sequence) -> None:
         """Takes the seat and the blocks of a running sequence; it waits from now on, with its age."""
         draft, blocks = self._draft, self._blocks
@@ -461,7 +456,6 @@ class Planner:
         else:
             blocks.release(victim)
             victim.num_recomputes += 1
-        victim.preempted_step = self._step
         victim.move_to(SequenceStatus.WAITING)
         self.enqueue(victim, self._now)
         request = victim.request
