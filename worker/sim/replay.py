@@ -128,13 +128,15 @@ class SimulatedWorker:
         self._step_model = step_model
         self._now = 0.0
         self._served: dict[str, Served] = {}  # by request id
-        self._vocabulary = tuple(range(1, profile.max_model_len + 1))  # slices of it are prompts: no int is made twice
+        self._vocabulary: tuple[int, ...] = ()  # slices of it are prompts: no int is made twice
 
     def run(self, arrivals: Sequence[Arrival]) -> WorkerRun:
         """Serves requests, which are in order of arrival."""
         scheduler, profile = self._scheduler, self._profile
         result = WorkerRun([], num_slots=profile.num_blocks * profile.block_size)
         num_added, num_arrivals = 0, len(arrivals)
+        longest = max([arrival.input_tokens for arrival in arrivals if self._refusal(arrival) is None], default=0)
+        self._vocabulary = tuple(range(1, longest + 1))
         while True:
             while self._delayed and self._delayed[0][0] <= self._now:
                 _, number, request = heapq.heappop(self._delayed)
@@ -182,11 +184,18 @@ class SimulatedWorker:
         request_id = str(number)
         tier = self._levels.tier_of(arrival)
         served = self._served[request_id] = Served(arrival, tier)
-        if arrival.input_tokens + arrival.output_tokens > self._profile.max_model_len:
-            served.ended_at = self._now
-            served.reason, served.error = FinishReason.ERROR, ErrorCode.PROMPT_TOO_LONG
-            return
-        self._offer(number, self._request(request_id, number, arrival, tier))
+        refusal = self._refusal(arrival)
+        if refusal is None:
+            self._offer(number, self._request(request_id, number, arrival, tier))
+        else:
+            served.ended_at, served.reason, served.error = self._now, FinishReason.ERROR, refusal
+
+    def _refusal(self, arrival: Arrival) -> ErrorCode | None:
+        """Why a request can never be served, found before a prompt of that length is made."""
+        num_tokens, profile = arrival.input_tokens + arrival.output_tokens, self._profile
+        if num_tokens > profile.max_model_len:
+            return ErrorCode.PROMPT_TOO_LONG
+        return ErrorCode.EXCEEDS_KV_CAPACITY if num_tokens > profile.num_blocks * profile.block_size else None
 
     def _offer(self, number: int, request: Request) -> None:
         """Admission decides; what it admits goes to the scheduler."""
