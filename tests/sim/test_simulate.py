@@ -81,7 +81,9 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path: Path):
     """JSON, table and picture; another seed spreads requests over two workers in another way."""
     rows = [f"{i / 50},t{i % 3},{5 + i % 40},{1 + i % 30}" for i in range(60)]
     picture = tmp_path / "p.svg"
-    for options in (("--json",), ("--workers", "2", "--seed", "1", "--json"), ("--plot", str(picture))):
+    srtf = ("--policy", "srtf", "--tiers", str(tmp_path / "late.toml"), "--json")
+    (tmp_path / "late.toml").write_text("[tiers.standard]\ndeadline = 0.5\nrefuse_unreachable = true\n")
+    for options in (("--json",), ("--workers", "2", "--seed", "1", "--json"), ("--plot", str(picture)), srtf):
         first = run(tmp_path, rows, *options), picture.read_bytes() if picture.exists() else b""
         assert first == (run(tmp_path, rows, *options), picture.read_bytes() if picture.exists() else b"")
     seeds = [figures(tmp_path, rows, "--workers", "2", "--seed", seed)["tiers"] for seed in "12"]
@@ -121,6 +123,45 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path):
     late = figures(tmp_path, long, "--tiers", str(tmp_path / "tiers.toml"))
     assert late["finished"] + late["refused"] + late["expired"] == 44
     assert late["expired"] > 0
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path):
+    """As in the worker: by the length that is predicted for the tenant, and by what the step decodes beside it.
+
+    At 10 ms a step and 128 tokens, what a tenant without a history is taken for, an answer takes 1.28 s.
+    """
+    path = tmp_path / "late.toml"
+    path.write_text("[tiers.standard]\ndeadline = 1.0\nrefuse_unreachable = true\n[tiers.other]\n")
+
+    def ends(*rows: str, profile: str = STEADY) -> tuple[int, int, int]:
+        (tmp_path / "machine.toml").write_text(profile)
+        options = ("--tiers", str(path), "--profile", str(tmp_path / "machine.toml"))
+        found = figures(tmp_path, list(rows), *options, header=HEADER + ",tier")
+        return found["finished"], found["refused"], found["expired"]
+
+    assert ends("0,ann,4,200,") == (0, 1, 0)
+    assert ends("0,ann,4,50,") == (1, 0, 0)
+    # It is known by then that ann's answers are short: what was thought too long is admitted, and is too long.
+    history = [f"{i},ann,4,5,other" for i in range(40)]
+    assert ends(*history, "50,ann,4,200,") == (40, 0, 1)
+    # A step with another decode takes 20 ms instead of 10: then 80 tokens are too many.
+    slow = STEADY.replace("base_s = 0.01", "base_s = 0.0").replace("decode_s = 0.0", "decode_s = 0.01")
+    assert ends("0,ann,4,80,", profile=slow) == (1, 0, 0)
+    assert ends("0,bob,4,380,other", "0.5,ann,4,80,", profile=slow) == (1, 1, 0)
+
+
+def test_srtf_learns_how_long_the_answers_of_a_tenant_are(tmp_path: Path):
+    """One seat: of two that wait the one whose tenant has answered shortly goes first, though it came later."""
+    history = [f"{2 * i},short,4,5" for i in range(20)] + [f"{2 * i + 1},long,4,90" for i in range(20)]
+    rows = [*history, "100,first,4,100", "100.1,long,4,100", "100.2,short,4,100"]
+    one_seat = STEADY.replace("max_num_seqs = 2", "max_num_seqs = 1")
+    (tmp_path / "seat.toml").write_text(one_seat)
+    waits = {}
+    for policy in ("fcfs", "srtf"):
+        found = figures(tmp_path, rows, "--policy", policy, "--profile", str(tmp_path / "seat.toml"))
+        waits[policy] = [found["tenants"][name]["ttft_ms"]["p99"] for name in ("short", "long")]
+    assert waits["fcfs"] == [1810, 910]
+    assert waits["srtf"] == [810, 1910]
 
 
 def test_how_many_workers_a_promise_needs(tmp_path: Path):
