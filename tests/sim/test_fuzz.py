@@ -24,6 +24,7 @@ from worker.engine.outputs import (
 from worker.engine.planner import Planner
 from worker.engine.policies.turns import ClaimedTurns
 from worker.engine.preemption import VictimChooser
+from worker.engine.quota import _Buckets
 from worker.engine.request import Sequence
 from worker.engine.scheduler import Scheduler
 from worker.engine.tiers import TierPolicy
@@ -139,8 +140,14 @@ def lost_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_release_leaving", lambda self: ())
 
 
+def late_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back is not of use to those who wait for their quota."""
+    monkeypatch.setattr(_Buckets, "untake_uncovered", lambda self, now: [])
+
+
 @pytest.mark.parametrize(
-    "break_rule", [equal_victim, wrong_token, early_deadline, no_pinning, lost_copy, endless_pause, lost_sequence]
+    "break_rule",
+    [equal_victim, wrong_token, early_deadline, no_pinning, lost_copy, endless_pause, late_delay, lost_sequence],
 )
 def test_a_broken_rule_is_found(break_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     """The seeds of `make test` notice each of these within 1,000 steps, and say how to replay it."""

@@ -1,4 +1,4 @@
-"""What must hold in every run of the fuzzed world. One class per invariant; its assertions name the number.
+"""What must hold in every run of the fuzzed world. One class per invariant but the last; assertions name the number.
 
 | | always true |
 |---|---|
@@ -12,6 +12,7 @@
 | S7 | An idle engine holds nothing. |
 | S8 | A decode that has a slot for its token gives it up only to the prefill of a higher class, never where its tier |
 |    | has a TPOT target, and at most `max_pauses` steps in a row. |
+| S9 | Requests of a tenant get past its quota in the order in which they came (world.py). |
 """
 
 from collections import Counter

@@ -98,7 +98,7 @@ class FaultyRunner(FakeRunner):
 
 
 class World:
-    """One seed's world. `run` steps it and asserts S1 to S8; `num_steps` and `now` say where a failure came up."""
+    """One seed's world. `run` steps it and asserts S1 to S9; `num_steps` and `now` say where a failure came up."""
 
     def __init__(self, seed: int) -> None:
         rng = self._rng = random.Random(seed)
@@ -260,6 +260,10 @@ class World:
         if self._hold_back(request):
             self._delayed.append(entry)
             return
+        for other in [] if any(request.accepted) else self._delayed:
+            ready = self.admission.quotas.reserved_until(other.request.request_id)
+            is_passed = other.request.tenant == request.tenant and ready is not None and ready > self.now
+            assert not is_passed, f"S9: {request.request_id} passes {other.request.request_id}, who waits for its quota"
         self._entries[request.request_id] = self._open[request.request_id] = entry
         for _ in range(request.n):  # the scheduler numbers sequences in the order in which they are added
             self._owners[self._num_sequences] = entry
