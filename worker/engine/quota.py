@@ -119,10 +119,10 @@ class _Buckets:
             if held.ready_at <= now:
                 break
             uncovered.append(held)
-            if self.requests is not None:
-                self.requests.untake(1, now)
-            if self.tokens is not None:
-                self.tokens.untake(held.num_tokens, now)
+        if self.requests is not None:
+            self.requests.untake(len(uncovered), now)
+        if self.tokens is not None:
+            self.tokens.untake(sum([held.num_tokens for held in uncovered]), now)
         return uncovered[::-1]
 
     def retake(self, uncovered: list[_Reservation], now: float) -> None:
