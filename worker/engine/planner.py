@@ -400,7 +400,6 @@ class Planner:
         self._waiting.on_admitted(seq, num_uncached, self._now)
         for misfit in self._misfits:
             misfit.num_overtaken += 1
-            self._is_closed |= misfit.num_overtaken >= self._config.max_overtaken
         self._draft.admitted.append(seq)
         self._advance(seq)
 
