@@ -122,12 +122,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
     )
     cost = _cost_model(runner, step_model, config.max_num_batched_tokens)
     scheduler = Scheduler(scheduler_config, queue, cost, StepBudget(step_model))
-
-    def load() -> tuple[int, int]:
-        stats = scheduler.stats()
-        return stats.num_running, stats.num_blocks_used * config.block_size
-
-    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
+    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
 
 
 def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:
