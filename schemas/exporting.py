@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import structlog
-from opentelemetry.trace import Tracer, set_tracer_provider
+from opentelemetry.trace import set_tracer_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -28,28 +28,8 @@ class Exporting:
     """
 
     def __init__(self, service: str, instance: str, environment: Mapping[str, str] = os.environ) -> None:
-        self.tracer: Tracer | None = None
-        self._provider: TracerProvider | None = None
-        if not _wanted(environment):
-            return
-        try:  # who exports pays for it
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        except ImportError:
-            log.warning("telemetry.not_tracing", meaning="pip install opentelemetry-exporter-otlp-proto-http")
-            return
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        attributes = {"service.instance.id": instance}
-        named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        if not named:
-            attributes["service.name"] = service
-        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
-        self.tracer = provider.get_tracer(service.replace("-", "."))
-        self._provider = provider
-        log.info("telemetry.tracing", endpoint=next(environment[n] for n in _ENDPOINTS if environment.get(n)))
+        self._provider = _new_provider(service, instance, environment) if _wanted(environment) else None
+        self.tracer = None if self._provider is None else self._provider.get_tracer(service)
 
     def install(self) -> None:
         """Makes it the process's own: whoever makes spans in it exports them here."""
@@ -63,6 +43,26 @@ class Exporting:
         stopping = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         stopping.start()
         stopping.join(STOP_S)
+
+
+def _new_provider(service: str, instance: str, environment: Mapping[str, str]) -> "TracerProvider | None":
+    try:  # who exports pays for it
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        log.warning("telemetry.not_tracing", meaning="pip install opentelemetry-exporter-otlp-proto-http")
+        return None
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    attributes = {"service.instance.id": instance}
+    named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    if not named:
+        attributes["service.name"] = service
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: what is more is dropped
+    log.info("telemetry.tracing", endpoint=next(environment[n] for n in _ENDPOINTS if environment.get(n)))
+    return provider
 
 
 def _wanted(environment: Mapping[str, str]) -> bool:

@@ -347,12 +347,12 @@ class RequestServer:
             )
         if call.single_end:
             progress = ReplyProgress(call.asked().n, call.asked().logprobs is not None)
-            stream = self._start(call, None)
+            events = self._start(call, None)
             while not progress.finished:
-                for event in await stream.take():
+                for event in await events.take():
                     progress.add(event)
                 call.num_output = progress.num_completion_tokens
-            return await self._end_without_attempt(call, attempt, call.end_record(-1, stream, progress, self._now()))
+            return await self._end_without_attempt(call, attempt, call.end_record(-1, events, progress, self._now()))
         stream = self._start(call, None) if call.refusal is None else None
         attempt.begins()
         begin = call.begin_record(self._config.worker, self._model.name, self._now())
