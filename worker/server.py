@@ -363,9 +363,9 @@ class RequestServer:
             verdict = self._note_end(call, attempt.read(resumed), resumed)
         if verdict is not Verdict.GO_ON:
             return verdict
-        self._telemetry.begun(call, attempt.number, resumed)
         if stream is not None and resumed is not None:
             stream = self._resume(call, stream, resumed)
+        self._telemetry.begun(call, attempt.number, resumed)
         return await self._write(call, attempt, stream, resumed)
 
     def _may_end_without_attempt(self, call: Call) -> bool:
