@@ -325,8 +325,8 @@ async def test_every_documented_attribute_is_there(monkeypatch: pytest.MonkeyPat
         world.publish("low", headers=[("priority", b"1")], max_tokens=40, seed=7)
         async with world.worker() as server:
             await running_until(world, server, "low", 6)
-            world.publish("high", headers=[("priority", b"6")], max_tokens=20)
-            await running_until(world, server, "high", 4)
+            world.publish("high", headers=[("priority", b"6")], max_tokens=4)
+            await running_until(world, server, "low", 20)
         world.source.lose()
         world.publish("broken", headers=[("priority", b"0")], max_tokens=200)
         async with world.worker() as server:
