@@ -37,3 +37,11 @@ def span_attributes() -> dict[str, set[str]]:
         for span in cells[0].replace("`", "").split(", "):
             found[span] = set(_ATTRIBUTE.findall(" ".join(cells[1:])))
     return found
+
+
+def log_keys() -> tuple[set[str], set[str]]:
+    """(of every line about a request, further ones of `request.finished`)."""
+    text = PAGE.read_text().partition("## Log lines")[2]
+    common, _, finished = text.partition("`request.finished`")
+    names = re.compile(r"`([a-z_]+)`")
+    return set(names.findall(common)) - {"begin"}, set(names.findall(finished))

@@ -165,7 +165,7 @@ class RequestServer:
     # One record's service
 
     async def _serve(self, call: Call) -> None:
-        self._telemetry.bind(call)
+        self._telemetry.bind(call.delivery, call.trace, call.correlation_id)
         try:
             outcome = await self._outcome(call)
             if outcome is not Outcome.LOST:
@@ -509,6 +509,7 @@ class RequestServer:
     async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
         try:
             trace = self._telemetry.trace(delivery)
+            self._telemetry.bind(delivery, trace)
             buried = await self._side.bury(delivery, trace, reason, message)
             if buried:
                 self._sources[delivery.lane].done(delivery)

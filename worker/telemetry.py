@@ -46,13 +46,13 @@ class Telemetry:
         """The trace of a record that was taken in just now."""
         return RequestTrace(self._tracing, delivery.source, delivery.headers, len(delivery.value or b""))
 
-    def bind(self, call: Call) -> None:
-        """Log lines of the running task carry its request's ids from now on."""
-        source = call.delivery.source
+    def bind(self, delivery: Delivery, trace: RequestTrace, correlation_id: str | None = None) -> None:
+        """Log lines of the running task carry the ids of its record from now on."""
+        source = delivery.source
         structlog.contextvars.bind_contextvars(
-            correlation_id=call.correlation_id,
-            trace_id=call.trace.trace_id,
-            span_id=call.trace.span_id,
+            correlation_id=correlation_id,
+            trace_id=trace.trace_id,
+            span_id=trace.span_id,
             lane=source.topic,
             partition=source.partition,
             offset=source.offset,

@@ -112,6 +112,7 @@ async def test_every_documented_metric_is_there(broker: EmbeddedBroker, tmp_path
             text = await page_of(port_of(worker))
             found = families(text)
             plain = await page_of(port_of(worker), "text/plain")
+            check_lines(worker)
             assert worker.stop() == 0
     records = [r for r in await usage_records(broker.bootstrap) if r["input"][0].startswith("page.")]
     assert answers[0].preemptions.swap >= 1
@@ -128,6 +129,17 @@ async def test_every_documented_metric_is_there(broker: EmbeddedBroker, tmp_path
     assert found["llm_swap_seconds_total"][2]["llm_swap_seconds_total", "out", "actual"] > 0
     assert found["llm_tenant_throttled_total"][2]["llm_tenant_throttled_total", "slow"] >= 1
     assert found["llm_worker_ready"][2]["llm_worker_ready",] == 1
+
+
+def check_lines(worker: WorkerProcess) -> None:
+    """One `request.finished` for each request, with the keys of docs/metrics.md; ids on a dead letter's line, too."""
+    common, finished = documented.log_keys()
+    lines = worker.logged("request.finished")
+    assert len({line["correlation_id"] for line in lines}) == len(lines) == 4
+    assert all(set(line) == common | finished for line in lines)
+    (letter,) = worker.logged("request.dead_letter")
+    assert common - {"attempt"} <= set(letter)
+    assert (letter["lane"], letter["offset"]) == ("page.batch", 1)
 
 
 async def running(port: int, tier: str) -> bool:
