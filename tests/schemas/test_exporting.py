@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 import time
 
 import pytest
@@ -86,3 +87,6 @@ def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         began = time.monotonic()
         found.close()
         assert 0.2 < time.monotonic() - began < 2
+        for thread in threading.enumerate():
+            if thread.name in ("last spans", "OtelBatchSpanRecordProcessor"):
+                thread.join(10)  # what it logs is of this test
