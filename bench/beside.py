@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,3 +38,11 @@ def checks_folder() -> Path:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return folder
+
+
+def tool(name: str) -> Path:
+    """A native program: docker-compose, jaeger or otelcol. Raises Missing."""
+    get = SHARED / "tools" / "get"
+    if not get.is_file():
+        raise Missing(f"no native {name}: {get} does not exist")
+    return Path(subprocess.run([get, name], check=True, capture_output=True, text=True, timeout=120).stdout.strip())
