@@ -41,8 +41,8 @@ ONLY_IN = {
     "torch": ("kernels", "worker.model"),
     "transformers": ("worker.model",),
     "aiokafka": ("service", "worker.transport"),
-    "starlette": ("worker.health_server",),
-    "uvicorn": ("worker.health_server",),
+    "starlette": ("worker.console", "worker.health_server", "worker.live"),
+    "uvicorn": ("worker.health_server", "worker.console"),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
 PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")

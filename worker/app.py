@@ -26,6 +26,7 @@ from worker.loop import EngineLoop
 from worker.prepare import ModelFacts
 from worker.reaper import Reaper
 from worker.server import RequestServer, ServerConfig
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 from worker.transport.kafka_control import KafkaControl
@@ -52,6 +53,7 @@ class Worker:
         on_ready: called once every lane consumes.
         health: is told what there is to look at.
         joined: called with (group, member id) whenever this worker is a member of a lane's group.
+        snapshots: is told of steps and finished requests, for the live page.
     """
 
     def __init__(
@@ -65,14 +67,15 @@ class Worker:
         on_ready: Callable[[], None] = lambda: None,
         health: Health | None = None,
         joined: Callable[[str, str], None] = lambda group, member: None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._on_ready = on_ready
         self._stop = asyncio.Event()
         self._drain_timeout = config.drain_timeout
-        on_step = self._log_step if config.step_log else None
-        self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
+        self._snapshots = snapshots
+        self.engine = EngineLoop(scheduler, runner, MonotonicClock(), self._on_step, step_model)
         self._gate = AdmissionGate(admission, self.engine.clock)
         self.share = 0.0  # of every limit of the deployment, which this worker enforces
         self.num_shares = 0  # how often that was renewed
@@ -107,7 +110,10 @@ class Worker:
     ) -> None:
         config = self._config
         lanes = self.lanes
-        server = RequestServer(self._server_config(), self._model, self.engine, self._gate, replies, lanes, tasks)
+        on_end = self._snapshots.finished if self._snapshots is not None else None
+        server = RequestServer(
+            self._server_config(), self._model, self.engine, self._gate, replies, lanes, tasks, on_end=on_end
+        )
 
         def new_lane(tier: str) -> KafkaLane:
             topic, client_id = config.lanes[tier], f"carousel-worker-{config.worker}-{tier}"
@@ -199,10 +205,12 @@ class Worker:
             usage_topic=config.usage_topic,
         )
 
-    def _log_step(self, record: StepRecord) -> None:
-        assert self._config.step_log is not None
-        with self._config.step_log.open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+    def _on_step(self, record: StepRecord) -> None:
+        if self._snapshots is not None:
+            self._snapshots.observe(record)
+        if self._config.step_log is not None:
+            with self._config.step_log.open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
 
 
 async def check_kafka(config: WorkerConfig) -> None:

@@ -120,8 +120,11 @@ class RequestServer:
         sources: dict[str, RequestSource],
         tasks: asyncio.TaskGroup,
         wall_ms: Callable[[], float] = lambda: time.time() * 1000,
+        on_end: Callable[[str, int, End], None] | None = None,
     ) -> None:
+        """on_end: called with (tier, choices, accepted end) of every request that is over."""
         self._config = config
+        self._on_end = on_end
         self._model = model
         self._engine = engine
         self._gate = gate
@@ -571,6 +574,8 @@ class RequestServer:
 
     def _log(self, call: _Call, outcome: Outcome) -> None:
         call.span.record_end(outcome.value, call.end)
+        if self._on_end is not None and call.end is not None and call.request is not None:
+            self._on_end(call.delivery.lane, call.request.n, call.end)
         log_finished(
             outcome.value,
             call.end,

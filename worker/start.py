@@ -1,6 +1,7 @@
 """From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
 `worker.model` must be imported before it, for the settings that it makes)."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -22,6 +23,7 @@ from worker.model.loader import LoadedModel, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
 from worker.telemetry import start_telemetry
 from worker.transport.kafka_connections import KafkaUnavailable
@@ -35,7 +37,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     link: to the supervisor, if there is one.
     """
     start_telemetry(config.worker, config.log_level, config.log_format == "json")
-    health = Health(config.stuck_after)
+    health, snapshots = Health(config.stuck_after), None
 
     def on_ready() -> None:
         print("ready", flush=True)
@@ -45,12 +47,18 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     try:
         with contextlib.ExitStack() as stack:
             if config.metrics_port is not None:
-                from worker.health_server import serving_health  # not everybody pays for it
+                # Not everybody pays for it.
+                from worker.health_server import serving_health
+                from worker.live import live_routes, worker_feed
 
-                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port))
+                snapshots = Snapshots(config.worker, config.model, config.tiers, health)
+                routes = live_routes(worker_feed(snapshots, health, asyncio.get_running_loop()))
+                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port, routes))
             await check_kafka(config)  # first: a wrong address should not cost the time to load a model
             joined = link.joined if link is not None else lambda group, member: None
-            worker = Worker(config, *build(config), on_ready=on_ready, health=health, joined=joined)
+            worker = Worker(
+                config, *build(config), on_ready=on_ready, health=health, joined=joined, snapshots=snapshots
+            )
             await run_until_signal(worker, link)
     except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
         for error in _leaves(group):

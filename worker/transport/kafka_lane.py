@@ -93,6 +93,13 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         return sum(t.num_outstanding for t in self._trackers.values())
 
     @property
+    def num_unread(self) -> int:
+        """Records of its partitions that were not taken in, as far as the broker has told with the last fetch."""
+        known = self._consumer.assignment()
+        highwaters = {p: self._consumer.highwater(p) for p in self._trackers if p in known}
+        return sum(max(0, mark - self._trackers[p].expected) for p, mark in highwaters.items() if mark is not None)
+
+    @property
     def partitions(self) -> list[int]:
         """Those that are assigned here."""
         return [p.partition for p in self._trackers]
