@@ -148,10 +148,19 @@ class WorkerConfig(KafkaSettings):
         "when it dies, and starts it again.",
     )
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="Serve /livez and /readyz over HTTP on this port; 0: any. Default: off."
+        None,
+        ge=0,
+        le=65535,
+        description="Serve /livez, /readyz and /metrics over HTTP on this port; 0: any. Default: off.",
     )
     metrics_host: str = Field(
         "127.0.0.1", description="The address for --metrics-port; 0.0.0.0 where probes come from outside."
+    )
+    metrics_max_tenants: Positive = Field(
+        50, description="Tenants with metrics of their own, those of the configuration first; the rest are `other`."
+    )
+    trace_steps: float = Field(
+        0.01, ge=0, le=1, description="Share of engine steps with a span of their own, where OTEL_* names an endpoint."
     )
     stuck_after: float = Field(
         120.0,

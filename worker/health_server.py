@@ -1,4 +1,4 @@
-"""/livez and /readyz over HTTP, from a thread of its own: it answers also when the event loop does not."""
+"""/livez, /readyz and more over HTTP, from a thread of its own: it answers also when the event loop does not."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from worker.health import Health, PortUnavailable
@@ -55,6 +55,16 @@ def health_app(health: Health, more: Sequence[BaseRoute] = ()) -> Starlette:
             *more,
         ]
     )
+
+
+def page(path: str, render: Callable[[str], tuple[bytes, str]]) -> Route:
+    """A route to a page. `render`: its content and content type for an `Accept` header."""
+
+    async def answer(request: Request) -> Response:
+        content, content_type = render(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
+
+    return Route(path, answer)
 
 
 def _endpoint(health: Health, reasons: Callable[[], list[str]]) -> Callable[[Request], Awaitable[JSONResponse]]:

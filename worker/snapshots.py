@@ -66,9 +66,10 @@ class Snapshots:
                 )
             )
 
-    def finished(self, tier: str, num_choices: int, end: End) -> None:
-        """A request of that tier was answered."""
-        self._latencies[tier].add(num_choices, end)
+    def finished(self, tier: str, end: End, tpot: float | None) -> None:
+        """A request of that tier is over. tpot: seconds per output token, if it has one."""
+        if end.timing is not None and end.timing.ttft_ms is not None:
+            self._latencies[tier].add(end.timing.ttft_ms, None if tpot is None else tpot * 1000)
 
     def take(self) -> Snapshot | None:
         """The worker as it is; None while there is no engine."""
@@ -134,7 +135,7 @@ class Snapshots:
             num_waiting=num_waiting,
             oldest_age_s=round(max(0.0, now - arrival), 2) if num_waiting else None,
             num_outstanding=0 if lane is None else lane.num_outstanding,
-            num_unread=0 if lane is None else lane.num_unread,
+            num_unread=0 if lane is None else sum(lane.lags().values()),
         )
 
 
@@ -165,13 +166,8 @@ class _Latencies:
         self._times: deque[tuple[float, float | None]] = deque(maxlen=MAX_REQUESTS)  # (ttft, tpot) in ms
         self._summary: Latency | None = None
 
-    def add(self, num_choices: int, end: End) -> None:
-        timing, usage = end.timing, end.usage
-        if timing is None or timing.ttft_ms is None or usage is None:
-            return
-        num_more = usage.completion_tokens / num_choices - 1
-        tpot = (timing.total_ms - timing.ttft_ms) / num_more if num_more > 0 else None
-        self._times.append((timing.ttft_ms, tpot))
+    def add(self, ttft: float, tpot: float | None) -> None:
+        self._times.append((ttft, tpot))
         self._summary = None
 
     @property

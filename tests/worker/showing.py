@@ -9,12 +9,12 @@ import urllib.request
 from collections.abc import AsyncIterator
 
 from schemas.reasons import FinishReason
-from schemas.records import End, Timing, Usage
+from schemas.records import End, Timing
 from schemas.snapshot import Snapshot
 from tests.engine.builders import make_request
 from tests.worker.test_health import FakeWatchdog
 from worker.config import WorkerConfig
-from worker.engine.outputs import FinishEvent, SampledToken, StepOutcome, StepPlan
+from worker.engine.outputs import SampledToken, StepOutcome, StepPlan
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepModel
@@ -37,7 +37,10 @@ class Lane:
     def __init__(self) -> None:
         self.assigned = asyncio.Event()
         self.assigned.set()
-        self.num_outstanding, self.num_unread = 5, 3
+        self.num_outstanding = 5
+
+    def lags(self) -> dict[int, int]:
+        return {0: 2, 7: 1}
 
 
 class SleepingRunner:
@@ -91,14 +94,13 @@ class Showing:
         return self.tasks.create_task(self._serve(request))
 
     async def _serve(self, request: Request) -> None:
-        stream, num_tokens = self.engine.add(request), 0
+        stream = self.engine.add(request)
         while not stream.finished:
-            num_tokens += sum(not isinstance(event, FinishEvent) for event in await stream.take())
+            await stream.take()
         assert stream.first_token_at is not None
-        total, ttft = time.monotonic() - request.arrival, stream.first_token_at - request.arrival
-        usage = Usage(len(request.prompt_token_ids), num_tokens)
-        end = End(0, FinishReason.LENGTH, usage=usage, timing=Timing(0.0, ttft * 1000, total * 1000))
-        self.snapshots.finished(request.lane, 1, end)
+        ttft, total = stream.first_token_at - request.arrival, time.monotonic() - request.arrival
+        end = End(0, FinishReason.LENGTH, timing=Timing(0.0, ttft * 1000, total * 1000))
+        self.snapshots.finished(request.lane, end, (total - ttft) / request.max_tokens)
 
     async def load(self, batch: int, interactive: int) -> None:
         """`batch` long requests at once, then `interactive` short ones, which displace them; for ever."""

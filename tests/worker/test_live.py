@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from schemas.reasons import FinishReason
-from schemas.records import End, Timing, Usage
+from schemas.records import End, Timing
 from schemas.snapshot import COLUMNS, PERIOD_S, Pool, Snapshot
 from schemas.topics import Tier
 from service.cli import app
@@ -26,7 +26,7 @@ from worker.engine.block_pool import BlockState
 from worker.health import Health
 from worker.health_server import serving_health
 from worker.live import MAX_VIEWERS, Away, Feed, live_routes, worker_feed
-from worker.snapshots import Snapshots, _Latencies
+from worker.snapshots import Snapshots
 from worker.transport.kafka_lane import KafkaLane
 
 _NUMBER, _TEXT, _MAYBE = {"type": "number", "minimum": 0}, {"type": "string"}, {"type": ["number", "null"]}
@@ -286,18 +286,13 @@ def test_waiting_by_lane():
 
 
 def test_latencies():
-    """Percentiles by nearest rank; attained counts the requests that met both targets; TPOT is per choice."""
-
-    def end(ttft: float | None, total: float, tokens: int) -> End:
-        return End(0, FinishReason.LENGTH, usage=Usage(5, tokens), timing=Timing(0.0, ttft, total))
-
-    latencies = _Latencies(Tier("gold", 5, 5, ttft_ms=100.0, tpot_ms=10.0))
+    """Percentiles by nearest rank; attained counts the requests that met both targets; no first token, no latency."""
+    snapshots = Snapshots("w1", "tiny", {"gold": Tier("gold", 5, 5, ttft_ms=100.0, tpot_ms=10.0)}, Health(30.0))
+    latencies = snapshots._latencies["gold"]
     assert latencies.summary.num_requests == 0
     assert latencies.summary.attained is None
-    latencies.add(1, end(50.0, 150.0, 11))  # TPOT 10: met
-    latencies.add(2, end(60.0, 360.0, 22))  # two choices of 11: TPOT 30
-    latencies.add(1, end(200.0, 200.0, 1))  # late, and no TPOT
-    latencies.add(1, end(None, 10.0, 0))  # cancelled before its first token: no latency
+    for ttft, tpot in ((50.0, 0.01), (60.0, 0.03), (200.0, None), (None, None)):  # met, slow, late, cancelled
+        snapshots.finished("gold", End(0, FinishReason.LENGTH, timing=Timing(0.0, ttft, 300.0)), tpot)
     found = latencies.summary
     assert (found.num_requests, found.ttft_p50_ms, found.ttft_p95_ms) == (3, 60.0, 200.0)
     assert (found.tpot_p50_ms, found.tpot_p95_ms) == (10.0, 30.0)
@@ -355,4 +350,5 @@ def test_the_page_brings_all_with_it():
 
 def test_lanes_of_the_test_are_like_the_real_ones():
     """The page reads of a lane what a KafkaLane has."""
-    assert all(hasattr(KafkaLane, name) for name in ("assigned", *(n for n in vars(Lane()) if n != "assigned")))
+    assert all(hasattr(KafkaLane, name) for name in ("assigned", "lags", "num_outstanding"))
+    assert all(hasattr(Lane(), name) for name in ("assigned", "lags", "num_outstanding"))

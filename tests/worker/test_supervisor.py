@@ -21,7 +21,7 @@ LIMIT_S = 60  # for a busy machine; nothing here takes a second
 
 STAND_IN = """
 import json, os, signal, socket, sys, time
-pid, fd = map(int, os.environ["CAROUSEL_SUPERVISOR_LINK"].split(":"))
+pid, fd, _ = map(int, os.environ["CAROUSEL_SUPERVISOR_LINK"].split(":"))
 link = socket.socket(fileno=fd)
 def report(**facts): link.send(json.dumps(facts).encode() + b"\\n")
 def wait_for(*numbers): return signal.sigwait(numbers)

@@ -11,6 +11,7 @@ from schemas.headers import ReplyAddress
 from schemas.records import ReplyRecord, decode_reply
 from schemas.reply_log import ReplyLog
 from worker.admission_gate import AdmissionGate
+from worker.call import ServerConfig
 from worker.config import WorkerConfig
 from worker.engine.fakes import ByteDetokenizer, FakeRunner
 from worker.engine.outputs import StepOutcome, StepPlan, StepRecord
@@ -19,7 +20,7 @@ from worker.engine.step_model import StepModel
 from worker.levels import make_admission, make_queue, tier_policies
 from worker.loop import EngineLoop
 from worker.prepare import ModelFacts
-from worker.server import RequestServer, ServerConfig
+from worker.server import RequestServer
 from worker.transport.memory import MemoryBroker, MemoryRecord, MemorySink, MemorySource
 
 LANE = "prompts.standard"
