@@ -59,7 +59,7 @@ dashboards: install ## Writes deploy/grafana/dashboards
 	$(BIN)/python deploy/grafana/make_dashboards.py
 
 configuration: install ## Writes docs/configuration.md from the settings' declarations
-	$(BIN)/python -m bench.configuration > docs/configuration.md
+	$(BIN)/python -m worker.configuration > docs/configuration.md
 
 clean: ## Removes what `install` made
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
