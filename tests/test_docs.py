@@ -84,7 +84,7 @@ def test_wrong_commands_are_found_out():
     line = (
         'for i in 1 2; do carousel submit "a | b" --tier x > out & done; carousel status --json | jq .; carousel nope'
     )
-    assert list(carousel_commands(line)) == [["submit", "a | b", "--tier", "x"], ["status", "--json"], ["no"]]
+    assert list(carousel_commands(line)) == [["submit", "a | b", "--tier", "x"], ["status", "--json"], ["nope"]]
     with pytest.raises(AssertionError, match="nope"):
         _takes(["nope"])
     with pytest.raises(AssertionError, match="--teir"):

@@ -27,9 +27,9 @@ _HEAD = f"""# Configuration of a worker
 Written by `make configuration` from the declarations in `worker/config.py`, `schemas/connection.py` and
 `schemas/topics.py`.
 
-Each setting is a flag of `carousel worker`, a variable ({ENV_PREFIX} and its name in capitals) and a key of the TOML file
-that `--config` names. Flags win over the environment, which wins over the file. `deploy/worker.example.toml` shows a
-file. Unknown keys are errors. The other commands take the settings of *Kafka*, in the same ways but for the file.
+Each setting is a flag of `carousel worker`, a variable ({ENV_PREFIX} and its name in capitals) and a key of the TOML
+file that `--config` names. Flags win over the environment, which wins over the file. `deploy/worker.example.toml` shows
+a file. Unknown keys are errors. The other commands take the settings of *Kafka*, in the same ways but for the file.
 """
 _TABLES = """
 ## Tables of the file

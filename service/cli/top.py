@@ -157,9 +157,10 @@ def _lanes(lanes: tuple[Lane, ...], latencies: tuple[Latency, ...], styles: dict
 
 
 def _against(value: float | None, target: float | None) -> Text:
+    if target is None:
+        return Text("-" if value is None else f"{value:.0f} ms")
     shown = "-" if value is None else f"{value:.0f}"
-    missed = value is not None and target is not None and value > target
-    return Text(f"{shown} ms" if target is None else f"{shown} of {target:.0f} ms", "red" if missed else "")
+    return Text(f"{shown} of {target:.0f} ms", "red" if value is not None and value > target else "")
 
 
 def _blocks(name: str, pool: Pool, cells: dict[str, str]) -> Text:

@@ -11,6 +11,7 @@ import yaml
 
 from bench.beside import Missing
 from schemas.connection import ENV_PREFIX
+from schemas.topics import LANES, lane_topic
 from service.cli.tables import duration
 from tests.deploy.stack import PROFILES, ROOT, parse_command, resolve
 from worker.config import WorkerConfig
@@ -173,8 +174,12 @@ def test_our_settings_exist(services: dict[str, Any], monkeypatch: pytest.Monkey
         if name.startswith(ENV_PREFIX):
             assert name.removeprefix(ENV_PREFIX).lower() in WorkerConfig.model_fields, name
             monkeypatch.setenv(name, value)
+    mounted = {volume["target"]: volume["source"] for volume in services["worker"]["volumes"]}
+    monkeypatch.setenv("CAROUSEL_CONFIG", mounted[environment["CAROUSEL_CONFIG"]])
     config = WorkerConfig()  # type: ignore[call-arg]  # the environment has what is required
     assert config.metrics_host == "0.0.0.0"
+    assert list(config.lanes.values()) == [lane_topic(lane) for lane in LANES], "the topics that the file creates"
+    assert config.tiers["interactive"].ttft_ms is not None, "dashboards compare with it"
     assert duration(config.stop_grace_period) == "75.0 s"
     assert services["worker"]["stop_grace_period"] == services["worker-gpu"]["stop_grace_period"] == "1m15s"
 
