@@ -6,6 +6,7 @@ Grafana and the Kafka UI have no stand-in and are not started. The tests go in o
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -141,6 +142,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         made.docker("compose", "--profile", "*", "down", "--volumes", "--timeout", "5", check=False)
         engine.terminate()
         engine.wait(60)
+        for mount in re.findall(rf"^\S+ ({folder}\S*)", Path("/proc/mounts").read_text(), re.MULTILINE):
+            subprocess.run(["umount", mount], check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -231,6 +234,30 @@ async def test_a_console_reads_a_worker():
     await asyncio.sleep(PERIOD_S)
     with pytest.raises(Away, match="no worker answers at http://127"):
         await feed.latest()
+
+
+def test_the_command_console():
+    """It prints its address, serves the page without a worker, says a sentence for a port that is taken, and ends at a
+    signal although somebody looks on."""
+    words = [sys.executable, "-m", "service", "console", "--worker", "http://127.0.0.1:1", "--port"]
+    with subprocess.Popen([*words, "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/", address)[1])  # type: ignore[index]
+        assert b"<title>Carousel</title>" in get(port, "/")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            get(port, "/snapshot")
+        assert refused.value.read().startswith(b"no worker answers at http://127.0.0.1:1")
+        refused.value.close()
+        taken = subprocess.run([*words, str(port)], capture_output=True, text=True, check=False, timeout=60)
+        assert taken.returncode == 1
+        assert f"port {port} of 127.0.0.1 cannot be had" in taken.stderr
+        viewer = Viewer(port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (130, -signal.SIGINT)
+        viewer.join()
+        assert viewer.ended
+        assert viewer.away[0].startswith("no worker answers")
 
 
 async def test_a_feed_asks_again_only_after_its_period():
