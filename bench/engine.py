@@ -53,7 +53,11 @@ def run(
 
 async def _run(workload: Workload, on_tokens: Callable[[int], None], observe: Callable[[Runner], Runner]) -> Run:
     config = WorkerConfig(
-        model=workload.model, max_num_seqs=workload.max_num_seqs, num_threads=workload.num_threads, log_level="warning"
+        model=workload.model,
+        max_num_seqs=workload.max_num_seqs,
+        num_threads=workload.num_threads,
+        log_level="warning",
+        **dict(workload.options),  # type: ignore[arg-type]  # pydantic parses them
     )
     facts, runner, scheduler, step_model, admission = build(config)
     counting = CountingRunner(observe(runner))

@@ -20,7 +20,8 @@ class Run:
     """One pass of a contender over the workload."""
 
     answers: tuple[Answer, ...]
-    num_slot_steps: int  # places for a token, over all forward passes: seats, or the batch's size, in each
+    # Places for a token, over all forward passes: seats, or the batch's size, in each. None: not observed.
+    num_slot_steps: int | None
     kv_use: float | None  # share of the KV memory held that a later token still reads; None: not observed
 
     @property
@@ -37,8 +38,11 @@ class Run:
             "latency_p99_s": percentile(latencies, 99),
             "ttft_p50_s": percentile(ttfts, 50),
             "ttft_p99_s": percentile(ttfts, 99),
-            "slot_steps": self.num_slot_steps,
-            "slot_use": num_tokens / self.num_slot_steps,
+            **(
+                {}
+                if self.num_slot_steps is None
+                else {"slot_steps": self.num_slot_steps, "slot_use": num_tokens / self.num_slot_steps}
+            ),
             **({} if self.kv_use is None else {"kv_use": self.kv_use}),
         }
 

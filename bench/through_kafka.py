@@ -36,6 +36,7 @@ async def _run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
                 "lane-prefix": lane_prefix,
                 "step-log": step_log,
                 "log-level": "warning",
+                **{name.replace("_", "-"): value for name, value in workload.options},
             }
             worker = running_worker(
                 connection,

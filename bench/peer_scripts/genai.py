@@ -1,0 +1,43 @@
+"""OpenVINO GenAI: its continuous batching on a GGUF file."""
+
+import numpy as np
+import openvino
+import openvino_genai
+import peer_script
+
+CACHE_GB = 1
+
+
+def main() -> None:
+    workload = peer_script.read_workload()
+    scheduling = openvino_genai.SchedulerConfig()
+    scheduling.max_num_seqs = workload["seats"]
+    scheduling.cache_size = CACHE_GB
+    scheduling.enable_prefix_caching = False
+    properties = {
+        "KV_CACHE_PRECISION": "f32",
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": workload["threads"],
+    }
+    pipeline = openvino_genai.ContinuousBatchingPipeline(workload["model"], scheduling, "CPU", properties)
+
+    def serve(requests, recorder):
+        handles = []
+        for i, request in enumerate(requests):
+            generation = openvino_genai.GenerationConfig(
+                max_new_tokens=request["max_tokens"], ignore_eos=True, do_sample=False
+            )
+            prompt = openvino.Tensor(np.array([request["token_ids"]], dtype=np.int64))
+            handles.append(pipeline.add_request(i, prompt, generation))
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            for i, handle in enumerate(handles):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        recorder.add(i, output.generated_ids)
+
+    peer_script.run(workload, serve, {"openvino": openvino.get_version(), "openvino-genai": openvino_genai.__version__})
+
+
+if __name__ == "__main__":
+    main()
