@@ -93,24 +93,30 @@ def run_logged(
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     log.parent.mkdir(parents=True, exist_ok=True)
     last: deque[str] = deque(maxlen=_SHOWN_LINES)
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=folder, env=inherited | dict(environment or {}), text=True, errors="replace",
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    timer = threading.Timer(timeout, partial(_end_group, process.pid))
-    timer.start()
-    try:
-        assert process.stdout is not None
-        with log.open("w") as file:
-            for line in process.stdout:
-                on_line(line)
-                file.write(line)
-                last.append(line)
-        status = process.wait()
-    finally:
-        timer.cancel()
-        _end_group(process.pid)
-        process.wait()
+    with subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder,
+        env=inherited | dict(environment or {}),
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        timer = threading.Timer(timeout, partial(_end_group, process.pid))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            with log.open("w") as file:
+                for line in process.stdout:
+                    on_line(line)
+                    file.write(line)
+                    last.append(line)
+            status = process.wait()
+        finally:
+            timer.cancel()
+            _end_group(process.pid)
     if status:
         said = "".join(last).strip()
         raise Unavailable(f"{Path(command[0]).name} ended with status {status}; {log} ends with:\n{said}")
