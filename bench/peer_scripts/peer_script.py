@@ -6,6 +6,7 @@ output tell how many more output tokens there are.
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,17 @@ _REPORT_S = 0.25
 
 
 class Recorder:
-    """Takes the tokens of each request as they come. Times are seconds after its creation, when all are submitted."""
+    """Takes the tokens of each request as they come, from any thread.
+
+    Times are seconds after its creation, when all are submitted.
+    """
 
     def __init__(self, requests: Sequence[dict[str, Any]]) -> None:
         self._wanted = [request["max_tokens"] for request in requests]
         self.answers: list[dict[str, Any]] = [{"token_ids": [], "ttft": 0.0, "latency": 0.0} for _ in requests]
         self._submitted = self._reported = time.perf_counter()
         self._num_unreported = 0
+        self._lock = threading.Lock()
 
     def add(self, request: int, token_ids: Sequence[int]) -> None:
         """More tokens of a request, by its number."""
@@ -32,10 +37,11 @@ class Recorder:
             answer["ttft"] = now - self._submitted
         answer["token_ids"] += [int(token_id) for token_id in token_ids]
         answer["latency"] = now - self._submitted
-        self._num_unreported += len(token_ids)
-        if now - self._reported >= _REPORT_S:
-            print(f"@tokens {self._num_unreported}", flush=True)
-            self._num_unreported, self._reported = 0, now
+        with self._lock:
+            self._num_unreported += len(token_ids)
+            if now - self._reported >= _REPORT_S:
+                print(f"@tokens {self._num_unreported}", flush=True)
+                self._num_unreported, self._reported = 0, now
 
     @property
     def complete(self) -> bool:
