@@ -196,7 +196,6 @@ def busy_line(measurements: Sequence[Measurement]) -> str:
     others = [m.other_load_cores for m in measurements]
     commits = dict.fromkeys(str(m.commit) for m in measurements)
     versions = {name: version for m in measurements for name, version in m.versions.items() if name != "torch"}
-    return (
-        f"commit {', '.join(commits)}; {', '.join(f'{name} {version}' for name, version in versions.items())}; other "
-        f"programs used {statistics.median(others):.2f} cores meanwhile (median), {max(others):.2f} at most"
-    )
+    facts = [f"commit {', '.join(commits)}", *(f"{name} {version}" for name, version in versions.items())]
+    used = f"{statistics.median(others):.2f} cores meanwhile (median), {max(others):.2f} at most"
+    return f"{', '.join(facts)}; other programs used {used}"

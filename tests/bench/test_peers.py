@@ -51,6 +51,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         monkeypatch.setitem(PEERS, "fake", Peer("fake", "a fake", str(path)))
 
     monkeypatch.setattr(peers, "_NAMES", [*peers._NAMES, "fake"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # as it is in a child
     monkeypatch.setattr(peer_setups, "_model", lambda *_: Path("none"))
     monkeypatch.setattr(peers, "in_child", lambda function, on_tokens: function(on_tokens))
     return make
