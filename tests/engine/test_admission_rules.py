@@ -191,6 +191,17 @@ def test_choices_share_the_prompt_and_copy_its_last_block() -> None:
     assert [engine.finish(choice=choice).stats.cached_tokens for choice in range(3)] == [0, 9, 9]
 
 
+def test_choices_copy_nothing_where_only_the_last_token_of_a_block_is_left() -> None:
+    """All of the prompt but its last token is in full blocks, which are shared: there is nothing to copy."""
+    engine = Engine(max_num_batched_tokens=64)
+    engine.add(make_request(prompt=9, n=2))
+    engine.step()
+    second = engine.step()
+    assert second is not None
+    assert (second.num_prefill_tokens, second.num_copied_blocks) == (1, 0)
+    engine.run()
+
+
 def test_a_higher_class_takes_the_budget_of_a_lower_prefill() -> None:
     """A long prefill of a lower class is paused, keeping its blocks, as long as a higher one needs the tokens."""
     engine = Engine(max_num_batched_tokens=8, max_num_seqs=4)
