@@ -54,11 +54,13 @@ def test_unknown_tenants_have_the_default_terms():
 
 
 def test_a_worker_grants_its_share_of_the_limit():
-    """Half of the lanes' partitions: half of the seats; a share that rounds to nothing leaves one."""
+    """Half of the lanes' partitions: half of the seats, rounded down; a share that rounds to nothing leaves one."""
     world = World(make_policy("fcfs", tenants={"t": TenantPolicy(name="t", max_running=4)}))
     for _ in range(6):
         world.push(tenant="t")
     world.queue.share(0.5)
+    assert len(list(world.queue.first(0.0, 6))) == 2
+    world.queue.share(0.7)
     assert len(list(world.queue.first(0.0, 6))) == 2
     for _ in range(2):
         world.admit_head()
