@@ -161,6 +161,18 @@ def test_a_claim_at_its_limit_saves_up_no_turns():
     assert served(world, 6) == "lalala"
 
 
+def test_a_claim_at_its_limit_was_not_served_last():
+    """It has long waited for its own seat when all of the class above leave: a newcomer is level with those."""
+    world = capped_claim()
+    world.admit_head()
+    push_many(world, "a", 50, priority_class=1)
+    assert served(world, 50) == 50 * "a"
+    assert world.queue.head(world.now) is None
+    push_many(world, "n", 20, priority_class=1)
+    push_many(world, "a", 20, priority_class=1)
+    assert served(world, 6) == "nanana"
+
+
 def test_a_newcomer_is_not_ahead_because_of_a_claim_at_its_limit():
     """Who comes to the class above is level with those that have turns there, not with a claim that can take none."""
     world = capped_claim()
@@ -172,9 +184,14 @@ def test_a_newcomer_is_not_ahead_because_of_a_claim_at_its_limit():
 
 
 def test_a_newcomer_is_level_with_a_claim_that_had_the_last_turn():
-    """Nobody but the class below was there; it waits for its own seat when the first of the class above comes."""
+    """Hardly anybody else was there; the claim waits for its own seat when a newcomer to the class above comes."""
     world = capped_claim()
-    assert served(world, 50) == 50 * "l"
+    holder = world.admit_head()
+    assert world.queue.head(world.now) is None
+    world.finish(holder)
+    world.now += 0.001
+    push_many(world, "a", 1, priority_class=1)
+    assert sorted(served(world, 51)) == ["a"] + 50 * ["l"]
     holder = world.admit_head()
     assert world.queue.head(world.now) is None
     push_many(world, "n", priority_class=1)
