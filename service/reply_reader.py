@@ -49,7 +49,7 @@ class ReplyFeed:
     def accept(self, record: ConsumerRecord) -> None:
         """Applies the reader rule to a record. Raises ProtocolError."""
         decoded = decode_reply(record.headers, record.value)
-        accepted = None if decoded is None else self.log.feed(record.offset, decoded)
+        accepted = None if decoded is None else self.log.feed(record.offset, decoded, record.headers)
         if accepted is None:
             return
         if isinstance(accepted, Tokens):

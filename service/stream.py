@@ -87,8 +87,7 @@ class ReplyStream:
     @property
     def ttft(self) -> float | None:
         """Seconds from the start of publishing to the first tokens."""
-        started_at, first_token_at = self._call.started_at, self._call.feed.first_token_at
-        return None if started_at is None or first_token_at is None else first_token_at - started_at
+        return self._call.ttft
 
     @property
     def tpot(self) -> float | None:
@@ -149,6 +148,7 @@ class ReplyStream:
                     await self._exchange.open(call)
                 return await call.feed.take() if take else None
         except BaseException as error:
+            call.trace.fail(error)
             self._exchange.leave(call)
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RequestTimeout(self._lateness()) from None

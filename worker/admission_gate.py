@@ -35,13 +35,19 @@ class AdmissionGate:
         self._call_at = call_at or self._call_later
         self._wakes: dict[str, asyncio.Event] = {}  # of the delayed, by request id
         self._is_closed = False
+        self.fraction = 1.0  # of every limit, which this worker enforces
 
     @property
     def num_delayed(self) -> int:
         return len(self._wakes)
 
+    def queued_tokens(self, lane: str) -> int:
+        """Prompt tokens of that tier that were admitted and have not started."""
+        return self._admission.queued_tokens(lane)
+
     def share(self, fraction: float) -> None:
         """This worker enforces `fraction` (0 to 1) of every limit from now on."""
+        self.fraction = fraction
         self._admission.share(fraction, self._clock.now())
         self._wake_all()
 
@@ -51,7 +57,11 @@ class AdmissionGate:
         self._wake_all()
 
     async def enter(
-        self, request: Request, begun: Callable[[], Awaitable[Begun]], is_cancelled: Callable[[], bool]
+        self,
+        request: Request,
+        begun: Callable[[], Awaitable[Begun]],
+        is_cancelled: Callable[[], bool],
+        delayed: Callable[[], None] = lambda: None,
     ) -> Decision:
         """Waits until a request may go to the engine (Admit), or not at all (Refuse). `leave` must follow.
 
@@ -61,6 +71,7 @@ class AdmissionGate:
         Args:
             begun: asked when the request would be delayed or refused; may take its time.
             is_cancelled: asked before it waits, and after `wake`.
+            delayed: told once when it has to wait.
         """
         known = Begun.NO
         decision = self._admission.decide(request, self._clock.now())
@@ -69,6 +80,8 @@ class AdmissionGate:
             if known is not Begun.NO:
                 decision = self._admission.decide(request, self._clock.now(), known)
             self._wake_next(request.tenant)
+        if isinstance(decision, Delay):
+            delayed()
         while isinstance(decision, Delay):
             if not await self._covered(request, is_cancelled):
                 return decision if self._is_closed else Admit()

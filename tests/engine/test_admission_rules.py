@@ -368,7 +368,7 @@ def test_prefills_leave_the_step_short_for_a_tier_with_a_tighter_target() -> Non
     first = engine.step()
     assert first is not None
     assert (first.num_prefill_tokens, first.admitted) == (3, ("a",))
-    assert budget.asked[1] == (0, 0, 0.05, 4, 32)
+    assert budget.asked[1] == (0, 0, 0.02, 4, 32)
     engine.add(distinct("c", 200, 10, lane="fast", priority=9, priority_class=1))
     second = engine.step()
     assert second is not None

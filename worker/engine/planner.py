@@ -44,6 +44,7 @@ class StepDraft:
         "num_cached_tokens",
         "num_context_tokens",
         "num_decode_tokens",
+        "num_new_prompt_tokens",
         "num_prefill_tokens",
         "num_recomputed_tokens",
         "paused",
@@ -71,6 +72,7 @@ class StepDraft:
         self.num_prefill_tokens = 0
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
+        self.num_new_prompt_tokens = 0
 
 
 class Planner:
@@ -88,6 +90,7 @@ class Planner:
         self.unfinished: dict[str, list[Sequence]] = {}  # by request id, in choice order
         self.removed: list[int] = []  # rows that the runner has to forget with the next plan
         self.seats_by_lane: dict[str, int] = {}
+        self.waiting_by_lane: dict[str, int] = {}
         self._seats_by_class: dict[int, int] = {}
         self._waiting_by_class: dict[int, int] = {}
         self._config = config
@@ -299,6 +302,7 @@ class Planner:
         if seq.num_cached is None:
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
             draft.num_cached_tokens += seq.num_cached
+            draft.num_new_prompt_tokens += seq.num_prompt
         draft.num_recomputed_tokens += max(0, seq.num_lost - seq.num_computed)
         seq.num_lost = 0
         if copies or swap_ins:
@@ -445,7 +449,7 @@ class Planner:
         mode = self._victims.mode(victim, cause, contended=len(self._waiting) > 0)
         self._take_back_grant(victim)
         self.give_up_seat(victim)
-        num_tokens = victim.num_computed
+        num_tokens, num_blocks = victim.num_computed, len(victim.block_ids)
         victim.num_lost = max(victim.num_lost, num_tokens)
         if mode == "swap":
             copies = blocks.swap_out(victim)
@@ -459,7 +463,16 @@ class Planner:
         self.enqueue(victim, self._now)
         request = victim.request
         draft.preempted.append(
-            Preemption(request.request_id, victim.choice, cause, mode, num_tokens, beneficiary.request.request_id)
+            Preemption(
+                request.request_id,
+                victim.choice,
+                cause,
+                mode,
+                num_tokens,
+                beneficiary.request.request_id,
+                request.lane,
+                num_blocks,
+            )
         )
 
     def _take_back_grant(self, victim: Sequence) -> None:
@@ -480,11 +493,13 @@ class Planner:
         """It waits for a seat from now on."""
         self._waiting.push(seq, now)
         _count(self._waiting_by_class, seq.priority_class, 1)
+        _count(self.waiting_by_lane, seq.request.lane, 1)
 
     def dequeue(self, seq: Sequence) -> None:
         """It waits no longer."""
         self._waiting.remove(seq)
         _count(self._waiting_by_class, seq.priority_class, -1)
+        _count(self.waiting_by_lane, seq.request.lane, -1)
 
     def give_up_seat(self, seq: Sequence) -> None:
         """Takes a sequence off the running, and its row off the runner."""
