@@ -45,8 +45,8 @@ ONLY_IN = {
     "aiokafka": ("service", "worker.transport"),
     "opentelemetry": ("schemas.exporting", "service.tracing", "worker.app", "worker.telemetry", "worker.tracing"),
     "prometheus_client": ("worker.metrics", "worker.live_metrics"),
-    "starlette": ("worker.health_server",),
-    "uvicorn": ("worker.health_server",),
+    "starlette": ("worker.console", "worker.health_server", "worker.live"),
+    "uvicorn": ("worker.health_server", "worker.console"),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
 PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")

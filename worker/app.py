@@ -30,6 +30,7 @@ from worker.metrics import Metrics
 from worker.prepare import ModelFacts
 from worker.reaper import Reaper
 from worker.server import RequestServer
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
 from worker.telemetry import Telemetry
 from worker.tracing import Tracing
@@ -71,6 +72,7 @@ class Worker:
         metrics: to count in.
         on_serving: told what there is to look at, once it serves.
         tracer: None where nothing is traced.
+        snapshots: is told of steps and finished requests, for the live page.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Worker:
         metrics: Metrics | None = None,
         on_serving: Callable[["Serving"], None] = lambda serving: None,
         tracer: Tracer | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -96,7 +99,7 @@ class Worker:
         on_step = self._log_step if config.step_log else None
         self.metrics = metrics or Metrics(config.worker, config.tiers)
         clock = MonotonicClock()
-        self._telemetry = Telemetry(self.metrics, self._tracing(tracer, clock))
+        self._telemetry = Telemetry(self.metrics, self._tracing(tracer, clock), snapshots)
         self.engine = EngineLoop(scheduler, runner, clock, on_step, step_model, self._telemetry)
         self._on_serving = on_serving
         self._gate = AdmissionGate(admission, self.engine.clock)

@@ -41,7 +41,7 @@ class Tenant:
     tiers: tuple[str, ...] | None = None  # those that it may use; None: all
     weight: AboveZero = 1.0  # its part of what is contended, times the tier's weight
     max_running: Positive | None = None  # seats at once; each choice of a request takes one
-    requests_per_s: AboveZero | None = None
+    requests_per_s: AboveZero | None = None  # of all its lanes together
     tokens_per_s: AboveZero | None = None  # of prompt and answer
 
 
@@ -151,7 +151,7 @@ class WorkerConfig(KafkaSettings):
         None,
         ge=0,
         le=65535,
-        description="Serve /livez, /readyz and /metrics over HTTP on this port; 0: any. Default: off.",
+        description="Serve the live page, /livez, /readyz and /metrics over HTTP on this port; 0: any. Default: off.",
     )
     metrics_host: str = Field(
         "127.0.0.1", description="The address for --metrics-port; 0.0.0.0 where probes come from outside."

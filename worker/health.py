@@ -88,6 +88,15 @@ class Health:
     def consuming(self, lanes: Mapping[str, KafkaLane], watchdog: LaneWatchdog) -> None:
         self._lanes, self._watchdog = lanes, watchdog
 
+    @property
+    def engine(self) -> EngineLoop | None:
+        """None until the model is loaded."""
+        return self._engine
+
+    @property
+    def lanes(self) -> Mapping[str, KafkaLane]:
+        return self._lanes
+
     def stuck(self) -> list[str]:
         """Why the process should be started again; empty while it makes progress."""
         now, limit = time.monotonic(), self._stuck_after

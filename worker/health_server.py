@@ -30,8 +30,10 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
         raise PortUnavailable(f"--metrics-port {port} of {host} cannot be had: {e}. Give another, or 0 for any") from e
-    config = uvicorn.Config(health_app(health, more), log_config=None, access_log=False, lifespan="off", ws="none")
+    app = health_app(health, more)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
+    app.state.stopping = lambda: server.should_exit  # uvicorn waits for open streams: they look at this
     thread = threading.Thread(target=server.run, args=([listener],), name="health", daemon=True)
     thread.start()
     bound: int = listener.getsockname()[1]

@@ -1,6 +1,7 @@
 """From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
 `worker.model` must be imported before it, for the settings that it makes)."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -27,6 +28,7 @@ from worker.model.loader import LoadedModel, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
 from worker.transport.kafka_connections import KafkaUnavailable
 
@@ -39,7 +41,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     link: to the supervisor, if there is one.
     """
     start_logging(config.worker, config.log_level, config.log_format == "json")
-    health = Health(config.stuck_after)
+    health, snapshots = Health(config.stuck_after), None
     metrics = Metrics(
         config.worker,
         config.tiers,
@@ -59,9 +61,13 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     try:
         with contextlib.ExitStack() as stack:
             if config.metrics_port is not None:
-                from worker.health_server import page, serving_health  # not everybody pays for it
+                # Not everybody pays for it.
+                from worker.health_server import page, serving_health
+                from worker.live import live_routes, worker_feed
 
-                pages = [page("/metrics", live.render)]
+                snapshots = Snapshots(config.worker, config.model, config.tiers, health)
+                feed = worker_feed(snapshots, health, asyncio.get_running_loop())
+                pages = [page("/metrics", live.render), *live_routes(feed)]
                 stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port, pages))
             await check_kafka(config)  # first: a wrong address should not cost the time to load a model
             joined = link.joined if link is not None else lambda group, member: None
@@ -74,6 +80,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
                 metrics=metrics,
                 on_serving=live.watch,
                 tracer=exporting.tracer,
+                snapshots=snapshots,
             )
             await run_until_signal(worker, link)
     except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
@@ -157,12 +164,7 @@ def build(
             (cost.copy_out_seconds_per_block, cost.copy_in_seconds_per_block),
             lambda num_tokens: cost.prefill_seconds(num_tokens, 0),
         )
-
-    def load() -> tuple[int, int]:
-        stats = scheduler.stats()
-        return stats.num_running, stats.num_blocks_used * config.block_size
-
-    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
+    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
 
 
 def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:

@@ -13,6 +13,7 @@ from worker.engine.protocols import Clock
 from worker.logs import log_finished
 from worker.loop import StepTimes
 from worker.metrics import Metrics, Served
+from worker.snapshots import Snapshots
 from worker.tracing import RequestTrace, Tracing, operation_of
 from worker.transport.protocols import Delivery
 
@@ -20,9 +21,10 @@ from worker.transport.protocols import Delivery
 class Telemetry:
     """Of one worker: a StepObserver, and what the server tells of its requests. Used on the event loop."""
 
-    def __init__(self, metrics: Metrics, tracing: Tracing) -> None:
+    def __init__(self, metrics: Metrics, tracing: Tracing, snapshots: Snapshots | None = None) -> None:
         self.metrics = metrics
         self._tracing = tracing
+        self._snapshots = snapshots
 
     @classmethod
     def unheard(cls, worker: str, tiers: Mapping[str, Tier], model: str, clock: Clock) -> Self:
@@ -36,6 +38,8 @@ class Telemetry:
     def step(self, record: StepRecord, times: StepTimes, events: Sequence[EngineEvent]) -> None:
         self.metrics.step(record, times, events)
         self._tracing.step(record)
+        if self._snapshots is not None:
+            self._snapshots.observe(record)
 
     def step_failed(self) -> None:
         self.metrics.step_failed()
@@ -100,6 +104,8 @@ class Telemetry:
             fault="" if outcome in (Outcome.ANSWERED, Outcome.DUPLICATE) else outcome.value,
         )
         self.metrics.served(served)
+        if self._snapshots is not None and call.end is not None:
+            self._snapshots.finished(served.tier, call.end, served.tpot)
         call.trace.finish(served.outcome, call.end, call.num_attempts, served.fault)
         log_finished(
             served.outcome,
