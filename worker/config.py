@@ -63,6 +63,17 @@ class WorkerConfig(KafkaSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights and KV cache. float32 is the fastest on most CPUs, and exact."
     )
+    weights: Literal["auto", "plain", "int8"] = Field(
+        "auto",
+        description="auto: packed for the CPU's matrix products; plain: as they lie in the file, mapped, so that workers "
+        "of one machine share them; int8: rounded to 8 bits, the fastest, and not exact.",
+    )
+    self_tune: bool = Field(
+        True, description="Measure once which layers to pack on this machine. Without: all. Kept in the cache folder."
+    )
+    native_kernels: bool = Field(
+        True, description="Compile small kernels for this CPU with its C compiler (CC, else cc), once. Else torch is used."
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
 
     max_num_seqs: Positive = Field(64, description="Seats: how many sequences run at once.")

@@ -16,11 +16,13 @@ from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepBudget, StepModel
 from worker.health import Health, PortUnavailable
 from worker.levels import make_admission, make_queue, tier_policies
+from worker.model.cpu import prepare_cpu
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
-from worker.model.loader import LoadedModel, load_model
+from worker.model.loader import LoadedModel, default_cache_dir, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
+from worker.model.weights import prepare_weights
 from worker.prepare import ModelFacts
 from worker.supervised import SupervisorLink
 from worker.telemetry import start_telemetry
@@ -78,7 +80,9 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,
     )
+    prepare_cpu(num_threads, native_kernels=config.native_kernels)
     loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress, limits=limits)
+    _prepare_weights(config, loaded)
     num_blocks = config.num_blocks or num_blocks_for_ram(
         loaded.bytes_per_token,
         config.block_size,
@@ -128,6 +132,22 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         return stats.num_running, stats.num_blocks_used * config.block_size
 
     return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
+
+
+def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
+    if config.weights == "plain":
+        return
+    tuning = default_cache_dir() / "self-tune.json" if config.self_tune else None
+    done = prepare_weights(loaded, config.weights, tuning)
+    log.info(
+        "weights.prepared",
+        weights=config.weights,
+        layers=done.num_layers,
+        products=done.num_products,
+        plain=list(done.plain),
+        difference=float(f"{done.difference:.2g}"),
+        tuned_seconds=round(done.tuned_seconds, 2),
+    )
 
 
 def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:

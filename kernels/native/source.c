@@ -228,3 +228,37 @@ void store_rows(
     for (int64_t i = 0; i < num_rows; i++)
         memcpy(target + ids[i] * block_stride + offsets[i] * slot_stride, source + i * source_stride, size);
 }
+
+/* x [num_rows, size] as bytes around a zero at `largest` + 1, and a scale per row, NaN where a row is not finite. */
+void quantise_rows(const float *x, uint8_t *rows, float *scales, int64_t num_rows, int64_t size, int largest) {
+#pragma omp parallel for if (num_rows * size > 65536) schedule(static)
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float *from = x + r * size;
+        uint8_t *to = rows + r * size;
+        float magnitude = 0, zero = 0;
+        for (int64_t i = 0; i < size; i++) {
+            float a = fabsf(from[i]);
+            magnitude = a > magnitude ? a : magnitude;
+            zero += from[i] * 0.0f;  /* NaN for infinities, too */
+        }
+        float scale = magnitude / largest, inverse = scale > 1e-30f && zero == 0 ? 1 / scale : 0;
+        scales[r] = zero == 0 ? scale : NAN;
+        for (int64_t i = 0; i < size; i++) {
+            float rounded = __builtin_rintf(inverse == 0 ? 0 : from[i] * inverse);
+            to[i] = (uint8_t)((int32_t)rounded + largest + 1);
+        }
+    }
+}
+
+/* y = x / sqrt(mean(x^2) + epsilon) * weight, rows of `size`. */
+void rms_norm(const float *x, const float *weight, float *y, int64_t num_rows, int64_t size, float epsilon) {
+#pragma omp parallel for if (num_rows * size > 65536) schedule(static)
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float *from = x + r * size;
+        float *to = y + r * size;
+        float sum = 0;
+        for (int64_t i = 0; i < size; i++) sum += from[i] * from[i];
+        float factor = 1 / sqrtf(sum / size + epsilon);
+        for (int64_t i = 0; i < size; i++) to[i] = from[i] * factor * weight[i];
+    }
+}

@@ -9,6 +9,7 @@ from kernels.paged_attention import RaggedBatch, Workspace, naive, paged_attenti
 from kernels.quantised import LARGEST
 from tests.kernels.paged import SCALE, Case, dense_attention, make_case
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1), "smollm2": (9, 3)}
 RAGGED = {
     "decodes of all lengths": ([1] * 9, [1, 2, 15, 16, 17, 31, 33, 64, 130]),

@@ -5,6 +5,9 @@ from kernels.quantised import LARGEST, dequantise, quantise
 from kernels.store_kv import naive, store_kv
 
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 50])
 def test_store_kv_writes_the_named_slots_and_nothing_else(num_tokens):
     """Keys and values land in their slots of one layer's strided view; all other memory keeps its content."""

@@ -211,6 +211,7 @@ def pack(model: PreTrainedModel, groups: Sequence[Group], make: Make) -> None:
             for parent, name in places.pop(linear):
                 setattr(parent, name, packed)
             _forget_pages(linear.weight, mapped)
+            linear._parameters.clear()  # who holds the layer does not hold its weights
 
 
 def _packed(group: Group, make: Make) -> list[nn.Module]:

@@ -166,12 +166,17 @@ def our_logits(
     return torch.stack(logits)
 
 
+def difference(want: Tensor, got: Tensor) -> float:
+    """By how much logits differ, of their size."""
+    return float((got - want).norm() / want.norm())
+
+
 def _check_difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
     """Raises ModelError for a difference beyond rounding."""
-    difference = float((ours - theirs).norm() / theirs.norm())
+    changed = difference(theirs, ours)
     # Not "above the limit": NaN is above nothing.
-    if not difference <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
+    if not changed <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
         raise ModelError(
-            f"its results are others with our attention, by {difference:.0%}: its own is not causal, it counts "
+            f"its results are others with our attention, by {changed:.0%}: its own is not causal, it counts "
             "positions in its own way, or it keeps a state outside of attention"
         )
