@@ -69,6 +69,11 @@ struct layer {
     float scale, softcap;         /* softcap 0: none */
 };
 
+/* Blocks lie far apart, so that the hardware does not see what comes next. */
+static inline __attribute__((always_inline)) void prefetch(const char *row, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(row + i);
+}
+
 /* Attention of `num_heads` query heads over the positions [begin, end): out [num_heads, dim] not yet divided by its
  * sum of weights; `best` the largest score, `sum` of exp(score - best). */
 static inline __attribute__((always_inline)) void attend_split(
@@ -80,6 +85,12 @@ static inline __attribute__((always_inline)) void attend_split(
     for (int64_t p = begin; p < end; p++) {
         int64_t block = table[p / d->block_size], slot = p % d->block_size;
         const char *key = l->keys + size * (block * l->block_stride + slot * l->slot_stride + kv_head * l->head_stride);
+        if (p + d->block_size < end)
+            prefetch(l->keys + size * ((int64_t)table[p / d->block_size + 1] * l->block_stride + slot * l->slot_stride +
+                                       kv_head * l->head_stride), size * dim);
+        else
+            prefetch(l->values + size * ((int64_t)table[begin / d->block_size] * l->block_stride + slot * l->slot_stride +
+                                         kv_head * l->head_stride), size * dim);
         floats dots[HEADS] = {};
         for (int64_t v = 0; v < vectors; v++) {
             floats k = load(key, v * LANES, format);
@@ -113,6 +124,10 @@ static inline __attribute__((always_inline)) void attend_split(
         int64_t block = table[p / d->block_size], slot = p % d->block_size, n = d->block_size - slot;
         n = n < end - p ? n : end - p;
         const char *value = l->values + size * (block * l->block_stride + slot * l->slot_stride + kv_head * l->head_stride);
+        if (p + n < end)
+            for (int64_t i = 0; i < d->block_size; i++)
+                prefetch(l->values + size * ((int64_t)table[p / d->block_size + 1] * l->block_stride + i * l->slot_stride +
+                                             kv_head * l->head_stride), size * dim);
         if (l->value_scales)
             for (int64_t i = 0; i < n; i++) {
                 float scale = l->value_scales[block * l->scale_block_stride + (slot + i) * l->scale_slot_stride + kv_head];

@@ -18,6 +18,7 @@ from torch import Tensor
 from worker.model.errors import ModelError
 from worker.model.int8_linear import Int8Linear, why_not_int8
 from worker.model.loader import LoadedModel
+from worker.model.norms import replace_norms
 from worker.model.packed_linear import Group, PackedLinear, find_groups, pack, weight_of
 from worker.model.trial import difference, our_logits
 
@@ -38,6 +39,7 @@ class PreparedWeights:
 
     num_layers: int  # that were packed
     num_products: int  # that they became
+    num_norms: int  # that became one operation each
     plain: tuple[str, ...]  # shapes that stayed as they were loaded because that is faster here
     difference: float  # of a short prompt's logits, by their size
     tuned_seconds: float  # 0: nothing was measured, or it was found in the file
@@ -59,6 +61,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
             seconds, plain = _tune(groups, tuning)
         groups = [group for group in groups if _name(group) not in plain]
         pack(model, groups, Int8Linear if weights == "int8" else PackedLinear)
+        num_norms = replace_norms(model)
         changed = difference(before, our_logits(model, layers))
     limit = _MAX_DIFFERENCE.get(loaded.dtype, _MAX_DIFFERENCE_HALF)
     if weights == "auto" and not changed <= limit:
@@ -66,6 +69,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
     return PreparedWeights(
         num_layers=sum(len(group.linears) for group in groups),
         num_products=len(groups),
+        num_norms=num_norms,
         plain=tuple(sorted(plain)),
         difference=changed,
         tuned_seconds=seconds,
