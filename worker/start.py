@@ -81,7 +81,9 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         num_host_blocks=config.num_host_blocks,
     )
     prepare_cpu(num_threads, native_kernels=config.native_kernels)
-    loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress, limits=limits)
+    loaded = load_model(
+        config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_log_progress, limits=limits
+    )
     _prepare_weights(config, loaded)
     num_blocks = config.num_blocks or num_blocks_for_ram(
         loaded.bytes_per_token,
@@ -105,6 +107,7 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
         "model.loaded",
         model=loaded.name,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         kv_tokens=num_blocks * config.block_size,

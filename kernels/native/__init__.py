@@ -1,7 +1,7 @@
 """C for CPUs, compiled when it is first asked for, and kept: `enable`. Without it, or a compiler, torch does the work.
 
-The library is built for the machine that it runs on, by the C compiler that is there (CC, else cc), in a second process;
-its file's name says from what. It uses the OpenMP threads that torch has.
+The library is built for the machine that it runs on, by the C compiler that is there (CC, else cc); its file's name
+says from what. It uses the OpenMP threads that torch has.
 """
 
 import ctypes

@@ -10,7 +10,10 @@ from kernels import native
 def serves(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor) -> bool:
     """Whether the library is there and a token's heads lie one after the other everywhere."""
     return native.library() is not None and all(
-        not x.is_cuda and x.dtype == key_cache.dtype and x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) == x.shape[-1])
+        not x.is_cuda
+        and x.dtype == key_cache.dtype
+        and x.stride(-1) == 1
+        and (x.shape[-2] == 1 or x.stride(-2) == x.shape[-1])
         for x in (key, value, key_cache, value_cache)
     )
 

@@ -4,7 +4,6 @@ import torch
 from kernels.quantised import LARGEST, dequantise, quantise
 from kernels.store_kv import naive, store_kv
 
-
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
 

@@ -1,8 +1,8 @@
 """Linear layers in the layout that oneDNN's matrix products want, made once after loading.
 
-The default product (MKL's) is 2 to 5 times off the machine's roof at the 2 to 64 rows of a decode step, and rounds a row
-by how many others there are. A packed weight is read in the order in which it lies, and a row's result does not depend
-by one bit on its batch: a request's tokens stay the same whoever shares its steps.
+The default product (MKL's) is 2 to 5 times off the machine's roof at the 2 to 64 rows of a decode step, and rounds a
+row by how many others there are. A packed weight is read in the order in which it lies, and a row's result does not
+depend by one bit on its batch: a request's tokens stay the same whoever shares its steps.
 
 What is packed is found by watching one forward: layers that are called, and whose weights nobody else reads. Layers
 that are called one after the other on the same input (queries, keys, values; gate and up) become one product.

@@ -1,7 +1,7 @@
 """What is done with a model's weights after loading, for the CPU: packed as it multiplies fastest, or made int8.
 
-Which layers are packed is a short measurement on this machine (`self_tune`), kept in a file: a worker that starts again, or
-beside another, computes as the first did. Without it all layers are packed that can be.
+Which layers are packed is a short measurement on this machine, kept in a file: a worker that starts again, or beside
+another, computes as the first did. Without it all layers are packed that can be.
 """
 
 import json
@@ -132,7 +132,9 @@ def _cpu() -> str:
     if not cpuinfo.exists():
         return torch.backends.cpu.get_cpu_capability()
     lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
-    facts = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "cpu family", "model\t"))]
+    facts = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "cpu family", "model\t"))
+    ]
     return " ".join([*facts, torch.backends.cpu.get_cpu_capability()])
 
 
