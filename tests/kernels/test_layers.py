@@ -7,6 +7,8 @@ from torch import Tensor
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm in float64, epsilon 1e-5."""

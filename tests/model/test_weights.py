@@ -44,6 +44,7 @@ def test_a_packed_layer_is_a_linear_layer_whatever_the_batch(out_features, in_fe
         for num_rows in (1, 2, 3, 5, 8, 16, 17, 33, 64):
             assert torch.equal(linear(x[:, -num_rows:]), out[:, -num_rows:])
         assert linear(x[0, 0]).shape == (out_features,)
+        assert linear(x[:, :0]).shape == (1, 0, out_features)
 
 
 def test_queries_keys_and_values_become_one_product():
@@ -160,6 +161,7 @@ def test_an_int8_layer_is_nearly_a_linear_layer_whatever_the_batch(has_bias):
         assert ((out - want).abs().amax(1) < 0.02 * want.abs().amax(1)).all()
         for num_rows in (1, 2, 7, 16):
             assert torch.equal(linear(x[-num_rows:]), out[-num_rows:])
+        assert linear(x[None, :0]).shape == (1, 0, 96)
         x[3, 5] = torch.inf
         assert linear(x)[3].isnan().all()
         assert torch.equal(linear(x)[4:], out[4:])
@@ -187,7 +189,7 @@ def test_int8_weights_keep_the_distribution():
 def test_int8_weights_where_they_cannot_be_had(monkeypatch):
     """A sentence that says why."""
     monkeypatch.setattr("worker.model.int8_linear.platform.machine", lambda: "aarch64")
-    with pytest.raises(ModelError, match="--weights int8 cannot be had here: .* not on aarch64"):
+    with pytest.raises(ModelError, match=r"--weights int8 cannot be had here: .* not on aarch64"):
         prepare_weights(load_model("tiny"), "int8")
 
 

@@ -1,8 +1,8 @@
 """The memory behind the blocks.
 
 One tensor [num_blocks, numbers of a block]: a block of all layers is one contiguous extent, so that moving it is one
-copy of megabytes. In it stand, layer after layer, keys [block_size, num_kv_heads, head_dim] and values of that shape. Of a
-quantised cache it is bytes, and before each layer's keys and values stand their scales [block_size, num_kv_heads].
+copy of megabytes. In it stand, layer after layer, keys [block_size, num_kv_heads, head_dim] and values of that shape.
+Of a quantised cache it is bytes, and before a layer's keys and values stand their scales [block_size, num_kv_heads].
 """
 
 import os

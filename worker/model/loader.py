@@ -80,9 +80,9 @@ def load_model(
     """Loads `name` (`tiny`, `smollm2`, a folder, a GGUF file or a hub name) for the CPU, in `dtype`.
 
     Weights that have that dtype already stay where they are: in the file, mapped into memory. `kv_dtype`: of the KV
-    cache: `auto` (as `dtype`), `fp8` or `int8`. `cache_dir` is where `smollm2` is kept (default: `default_cache_dir()`).
-    `limits`: of the runner to come, whose memory is to be free beside the weights. Raises ModelError with what to do
-    when the model cannot be had or cannot be served.
+    cache, `auto` (as `dtype`), `fp8` or `int8`. `cache_dir` is where `smollm2` is kept (default:
+    `default_cache_dir()`). `limits`: of the runner to come, whose memory is to be free beside the weights. Raises
+    ModelError with what to do when the model cannot be had or cannot be served.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
