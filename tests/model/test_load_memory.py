@@ -35,7 +35,7 @@ print(peak() - before, weights, runner.cache.blocks.nbytes)
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["plain", "auto", "int8"])
 def test_weights_are_in_memory_once(tmp_path, weights):
-    """Loading 190 MiB, packing them and making a runner takes at most 1.3 times the weights and the KV pool, workspace included."""
+    """Loading 190 MiB, packing them and making a runner takes at most 1.3 times the weights, and the KV pool."""
     config = LlamaConfig(
         vocab_size=8000,
         hidden_size=768,

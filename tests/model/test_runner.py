@@ -1,11 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.model.plan_driver import GREEDY, PlanDriver
 from tests.model.reference import random_prompts, token_ids
+from tests.model.small_models import random_model
 from worker.engine.outputs import BlockCopy, NewSequence, SamplingParams, ScheduledSequence, StepPlan
-from worker.model.loader import LoadedModel, load_model
+from worker.model.families import FAMILIES, small_config
+from worker.model.loader import LoadedModel, adopt, load_model
 from worker.model.runner import TorchRunner
+from worker.model.tiny import make_tiny
 
 SEEDED = [
     SamplingParams(temperature=1.0, seed=1),
@@ -187,19 +192,28 @@ def test_half_precision_runs():
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_a_quantised_kv_cache_is_close_and_small(tiny, kv_dtype):
-    """A quarter of the bytes and a scale for each token and head; tokens come from nearly the same distribution."""
+def test_a_quantised_kv_cache_is_small(kv_dtype):
+    """A byte for a number, and a scale for each token and head."""
     model = load_model("tiny", kv_dtype=kv_dtype)
     heads, head_dim, layers = 2, 16, 2
     assert model.bytes_per_token == layers * 2 * heads * (head_dim + 4)
-    runner = TorchRunner(model, 10, 16, 1, 512)
-    assert runner.cache.blocks.nbytes == 10 * 16 * model.bytes_per_token
-    prompts = random_prompts([5, 20, 33, 70], 256)
+    assert TorchRunner(model, 10, 16, 1, 512).cache.blocks.nbytes == 10 * 16 * model.bytes_per_token
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [(torch.int8, 0.03), (torch.float8_e4m3fn, 0.4)], ids=str)
+def test_a_quantised_kv_cache_is_close(kv_dtype, tolerance):
+    """Contexts that came in chunks: the next token's log-probability is that of an exact cache, nearly."""
+    (family,) = (f for f in FAMILIES if f.model_type == "llama")
+    exact = adopt("llama", random_model(small_config(family)), make_tiny()[1])
+    prompts = random_prompts([5, 20, 33, 70], 211)
     sampling = [SamplingParams(temperature=0.0, logprobs=0)] * len(prompts)
-    got, want = (PlanDriver.on(m, max_num_seqs=4, budget=30).generate(prompts, 1, sampling) for m in (model, tiny))
-    for (mine,), (theirs,) in zip(got, want, strict=True):
-        assert mine.logprob != theirs.logprob, "it was not rounded at all"
-        assert abs(mine.logprob - theirs.logprob) < 0.25
+    got, want = (
+        PlanDriver.on(model, max_num_seqs=4, budget=30).generate(prompts, 1, sampling)
+        for model in (replace(exact, kv_dtype=kv_dtype), exact)
+    )
+    differences = [abs(mine.logprob - theirs.logprob) for (mine,), (theirs,) in zip(got, want, strict=True)]
+    assert min(differences) > 0
+    assert sum(differences) / len(differences) < tolerance
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
