@@ -148,6 +148,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
         layers=done.num_layers,
         products=done.num_products,
         norms=done.num_norms,
+        mlps=done.num_mlps,
         plain=list(done.plain),
         difference=float(f"{done.difference:.2g}"),
         tuned_seconds=round(done.tuned_seconds, 2),

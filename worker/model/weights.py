@@ -16,9 +16,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from worker.model.errors import ModelError
+from worker.model.fused_layers import replace_mlps, replace_norms
 from worker.model.int8_linear import Int8Linear, why_not_int8
 from worker.model.loader import LoadedModel
-from worker.model.norms import replace_norms
 from worker.model.packed_linear import Group, PackedLinear, find_groups, pack, weight_of
 from worker.model.trial import difference, our_logits
 
@@ -40,6 +40,7 @@ class PreparedWeights:
     num_layers: int  # that were packed
     num_products: int  # that they became
     num_norms: int  # that became one operation each
+    num_mlps: int  # gated feed-forward layers that became three
     plain: tuple[str, ...]  # shapes that stayed as they were loaded because that is faster here
     difference: float  # of a short prompt's logits, by their size
     tuned_seconds: float  # 0: nothing was measured, or it was found in the file
@@ -61,7 +62,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
             seconds, plain = _tune(groups, tuning)
         groups = [group for group in groups if _name(group) not in plain]
         pack(model, groups, Int8Linear if weights == "int8" else PackedLinear)
-        num_norms = replace_norms(model)
+        num_norms, num_mlps = replace_norms(model), replace_mlps(model)
         changed = difference(before, our_logits(model, layers))
     limit = _MAX_DIFFERENCE.get(loaded.dtype, _MAX_DIFFERENCE_HALF)
     if weights == "auto" and not changed <= limit:
@@ -70,6 +71,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         num_layers=sum(len(group.linears) for group in groups),
         num_products=len(groups),
         num_norms=num_norms,
+        num_mlps=num_mlps,
         plain=tuple(sorted(plain)),
         difference=changed,
         tuned_seconds=seconds,
