@@ -42,8 +42,8 @@ what it had mapped (a tied output head is there twice, if that is at most a quar
 rounds them to 8 bits, with a scale per output channel, and inputs to 8 bits per token: the fastest on CPUs with VNNI,
 and not exact. `--kv-dtype fp8|int8` keeps a byte for each number of the KV cache.
 
-Before anything big is read, weights, KV pools and an estimate of the workspace are held against the memory that is free;
-files that are missing or cut off, tensors that a checkpoint lacks and quantised weights are errors.
+Before anything big is read, weights, KV pools and an estimate of the workspace are held against the memory that is
+free; files that are missing or cut off, tensors that a checkpoint lacks and quantised weights are errors.
 """
 
 _NOTES = """\
