@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test lint test-slow format asyncapi clean
+.PHONY: help install demo up down test lint test-slow format asyncapi dashboards configuration clean
 
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,15 @@ demo: install ## Broker, worker and 12 prompts on three lanes, live
 	@echo "==> demo"
 	$(BIN)/carousel demo
 
+up: ## The local stack in containers: Kafka, a worker, its live page, traces, dashboards; settings in .env
+	test -f .env || cp .env.example .env
+	docker compose up --wait --build
+	@echo "==> live page http://localhost:8090, traces http://localhost:16686, dashboards http://localhost:3000"
+	@echo '==> docker compose run --rm client "Why is the sky blue?"'
+
+down: ## Ends the local stack and deletes its data
+	docker compose --profile '*' down --volumes --remove-orphans
+
 test: install lint ## All checks and tests but the slow ones
 	@echo "==> tests"
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -45,6 +54,12 @@ format: install ## Formats the code
 
 asyncapi: install ## Writes docs/asyncapi.json from the field tables
 	$(BIN)/python -m schemas.asyncapi > docs/asyncapi.json
+
+dashboards: install ## Writes deploy/grafana/dashboards
+	$(BIN)/python deploy/grafana/make_dashboards.py
+
+configuration: install ## Writes docs/configuration.md from the settings' declarations
+	$(BIN)/python -m worker.configuration > docs/configuration.md
 
 clean: ## Removes what `install` made
 	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,3 +38,14 @@ def checks_folder() -> Path:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return folder
+
+
+def tool(name: str) -> Path:
+    """A program of ../shared/tools, unpacked: docker-compose, jaeger, otelcol. Raises Missing."""
+    get = SHARED / "tools" / "get"
+    if not get.is_file():
+        raise Missing(f"no {name}: {get.parent} does not exist")
+    found = subprocess.run([sys.executable, str(get), name], capture_output=True, text=True, check=False, timeout=120)
+    if found.returncode:
+        raise Missing(f"no {name}: {found.stderr.strip()}")
+    return Path(found.stdout.strip())

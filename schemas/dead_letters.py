@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from schemas.headers import TRACEPARENT
 from schemas.records import InputRef
 
 # What a worker adds, in this order, after the record's own headers.
@@ -17,10 +18,11 @@ DEAD_LETTER_HEADERS = (
 
 
 def dead_letter_headers(
-    headers: Sequence[tuple[str, bytes]], source: InputRef, reason: str, message: str
+    headers: Sequence[tuple[str, bytes]], source: InputRef, reason: str, message: str, traceparent: str | None = None
 ) -> list[tuple[str, bytes]]:
     """The record's own headers as they were, then why it is here and where it came from.
 
+    Of several `traceparent` only the last stays, which is the one that counts; where there is none, ours is added.
     Spring writes the partition as a 4-byte and offset and timestamp as 8-byte big-endian integers.
     """
     values = (
@@ -32,4 +34,11 @@ def dead_letter_headers(
         source.timestamp_ms.to_bytes(8, signed=True),
         message.encode(),
     )
-    return [*headers, *zip(DEAD_LETTER_HEADERS, values, strict=True)]
+    last = max(
+        (i for i, (name, value) in enumerate(headers) if name == TRACEPARENT and value is not None), default=None
+    )
+    own = [pair for i, pair in enumerate(headers) if pair[0] != TRACEPARENT or i == last]
+    added = list(zip(DEAD_LETTER_HEADERS, values, strict=True))
+    if last is None and traceparent is not None:
+        added.append((TRACEPARENT, traceparent.encode()))
+    return [*own, *added]

@@ -27,6 +27,7 @@ CORRELATION_ID_NAMES = ("correlation_id", "kafka_correlationId", "REPLY_CORRELAT
 REPLY_TO_NAMES = ("reply_to", "kafka_replyTopic", "REPLY_TOPIC")
 REPLY_PARTITION_NAMES = ("reply_partition", "kafka_replyPartition", "REPLY_PARTITION")
 
+TRACEPARENT = "traceparent"  # W3C trace context
 MAX_CORRELATION_ID_BYTES = 256
 DEFAULT_TENANT = "default"
 
@@ -164,6 +165,13 @@ def write_reply_headers(address: ReplyAddress, event: str, trace: str | None = N
     if trace is not None:
         headers.append(("traceparent", trace.encode()))
     return headers
+
+
+def read_traceparent(headers: HeaderPairs) -> str | None:
+    """The `traceparent` of a reply record, None when there is no usable one."""
+    raw = next((value for name, value in reversed(headers) if name == TRACEPARENT and value is not None), None)
+    parent = None if raw is None else _text(raw)
+    return parent if parent is not None and _TRACEPARENT.fullmatch(parent) else None
 
 
 def _last(headers: HeaderPairs) -> dict[str, bytes]:

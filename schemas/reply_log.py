@@ -6,6 +6,7 @@ The offset of a `begin` is the fencing token of its attempt. Used by the client 
 from dataclasses import dataclass, field
 
 from schemas.errors import ProtocolError
+from schemas.headers import HeaderPairs, read_traceparent
 from schemas.records import Begin, End, InputRef, ReplyRecord, TokenLogprob, Tokens
 
 
@@ -21,6 +22,10 @@ class ReplyLog:
     first_begin: Begin | None = None  # the log's first: its seed counts
     oldest_input: InputRef | None = None  # over all begins, also after the end: the oldest request record owns the log
     end: End | None = None
+    num_begins: int = 0  # accepted
+    begin_trace: str | None = None  # `traceparent` of the current attempt's begin
+    earlier_trace: str | None = None  # of the attempt's before it
+    end_trace: str | None = None  # of the end
     num_skipped: int = 0  # records of attempts that are not current, or after the end
     num_repeated: int = 0  # records that a producer retry wrote again
     last_offset: int = -1
@@ -29,8 +34,10 @@ class ReplyLog:
     def ended(self) -> bool:
         return self.end is not None
 
-    def feed(self, offset: int, record: ReplyRecord) -> ReplyRecord | None:
+    def feed(self, offset: int, record: ReplyRecord, headers: HeaderPairs = ()) -> ReplyRecord | None:
         """Takes the record at `offset`; returns it when it was accepted, None when it changes nothing for the caller.
+
+        headers: for the trace contexts, which decide nothing.
 
         Offsets rise from call to call. Raises ProtocolError, and changes nothing, when tokens are missing before the
         record, or differ from those accepted.
@@ -40,10 +47,15 @@ class ReplyLog:
         match record:
             case Begin():
                 accepted = self._feed_begin(offset, record)
+                if accepted:
+                    self.num_begins += 1
+                    self.earlier_trace, self.begin_trace = self.begin_trace, read_traceparent(headers)
             case Tokens():
                 accepted = self._feed_tokens(offset, record)
             case End():
                 accepted = self._feed_end(record)
+                if accepted:
+                    self.end_trace = read_traceparent(headers)
         self.last_offset = offset
         return record if accepted else None
 

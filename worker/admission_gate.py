@@ -35,13 +35,19 @@ class AdmissionGate:
         self._call_at = call_at or self._call_later
         self._wakes: dict[str, asyncio.Event] = {}  # of the delayed, by request id
         self._is_closed = False
+        self.fraction = 1.0  # of every limit, which this worker enforces
 
     @property
     def num_delayed(self) -> int:
         return len(self._wakes)
 
+    def queued_tokens(self, lane: str) -> int:
+        """Prompt tokens of that tier that were admitted and have not started."""
+        return self._admission.queued_tokens(lane)
+
     def share(self, fraction: float) -> None:
         """This worker enforces `fraction` (0 to 1) of every limit from now on."""
+        self.fraction = fraction
         self._admission.share(fraction, self._clock.now())
         self._wake_all()
 
@@ -51,7 +57,11 @@ class AdmissionGate:
         self._wake_all()
 
     async def enter(
-        self, request: Request, begun: Callable[[], Awaitable[Begun]], is_cancelled: Callable[[], bool]
+        self,
+        request: Request,
+        begun: Callable[[], Awaitable[Begun]],
+        is_cancelled: Callable[[], bool],
+        delayed: Callable[[], None] = lambda: None,
     ) -> Decision:
         """Waits until a request may go to the engine (Admit), or not at all (Refuse). `leave` must follow.
 
@@ -61,6 +71,7 @@ class AdmissionGate:
         Args:
             begun: asked when the request would be delayed or refused; may take its time.
             is_cancelled: asked before it waits, and after `wake`.
+            delayed: told once when it has to wait.
         """
         known = Begun.NO
         decision = self._admission.decide(request, self._clock.now())
@@ -68,10 +79,14 @@ class AdmissionGate:
             known = await begun()
             if known is not Begun.NO:
                 decision = self._admission.decide(request, self._clock.now(), known)
+            self._wake_next(request.tenant)
+        if isinstance(decision, Delay):
+            delayed()
         while isinstance(decision, Delay):
             if not await self._covered(request, is_cancelled):
                 return decision if self._is_closed else Admit()
             decision = self._admission.decide(request, self._clock.now(), known)
+            self._wake_next(request.tenant)
         return decision
 
     async def _covered(self, request: Request, is_cancelled: Callable[[], bool]) -> bool:
@@ -107,13 +122,24 @@ class AdmissionGate:
         """It has taken its first seat."""
         self._admission.started(request_id)
 
-    def waive(self, request_id: str) -> None:
+    def waive(self, request: Request) -> None:
         """An earlier attempt has paid for it: its tenant's quota is given back."""
-        self._admission.quotas.cancel(request_id, self._clock.now())
+        self._admission.quotas.cancel(request.request_id, self._clock.now())
+        self._wake_next(request.tenant)
 
     def leave(self, request: Request, num_output: int) -> None:
         """It is over here, in whatever way, after so many output tokens over all choices. Again: nothing."""
         self._admission.ended(request, num_output, self._clock.now())
+        self._wake_next(request.tenant)
+
+    def _wake_next(self, tenant: str) -> None:
+        """What was given back may cover the delayed of a tenant sooner: those that it does look again, and the first of
+        the others. That one wakes the next in turn, so what many wait for is not told to all of them each time."""
+        now = self._clock.now()
+        for request_id, ready in self._admission.quotas.reservations(tenant):
+            self.wake(request_id)
+            if ready > now:
+                return
 
     def _wake_all(self) -> None:
         for wake in self._wakes.values():

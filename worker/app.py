@@ -6,15 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import structlog
+from opentelemetry.trace import Tracer
 
-from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_TIERS
+from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_TIERS, reply_topic
 from worker.admission_gate import AdmissionGate
+from worker.call import ServerConfig
 from worker.config import WorkerConfig
 from worker.engine.admission import Admission
 from worker.engine.outputs import StepRecord
@@ -23,10 +25,15 @@ from worker.engine.scheduler import Scheduler
 from worker.engine.step_model import StepModel
 from worker.health import Health
 from worker.loop import EngineLoop
+from worker.measured_sink import MeasuredSink
+from worker.metrics import Metrics
 from worker.prepare import ModelFacts
 from worker.reaper import Reaper
-from worker.server import RequestServer, ServerConfig
+from worker.server import RequestServer
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
+from worker.telemetry import Telemetry
+from worker.tracing import Tracing
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 from worker.transport.kafka_control import KafkaControl
 from worker.transport.kafka_lane import KafkaLane
@@ -35,6 +42,7 @@ from worker.watchdog import LaneWatchdog
 
 READY_POLL_S = 0.05
 AT_ONCE_S = 4.0  # after a second signal; what hangs then is left as a crash would leave it
+ENDS_EVERY_S = 5.0
 LEAVE_S = 10.0  # for the last commits; a broker that is away does not hold the end up
 
 log = structlog.get_logger(__name__)
@@ -45,6 +53,15 @@ class MonotonicClock:
         return time.monotonic()
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker that serves, for whoever looks on from another thread."""
+
+    engine: EngineLoop
+    lanes: Mapping[str, KafkaLane]
+    server: RequestServer
+
+
 class Worker:
     """One worker process: a model, its engine and its lanes.
 
@@ -52,6 +69,10 @@ class Worker:
         on_ready: called once every lane consumes.
         health: is told what there is to look at.
         joined: called with (group, member id) whenever this worker is a member of a lane's group.
+        metrics: to count in.
+        on_serving: told what there is to look at, once it serves.
+        tracer: None where nothing is traced.
+        snapshots: is told of steps and finished requests, for the live page.
     """
 
     def __init__(
@@ -65,6 +86,10 @@ class Worker:
         on_ready: Callable[[], None] = lambda: None,
         health: Health | None = None,
         joined: Callable[[str, str], None] = lambda group, member: None,
+        metrics: Metrics | None = None,
+        on_serving: Callable[["Serving"], None] = lambda serving: None,
+        tracer: Tracer | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -72,7 +97,11 @@ class Worker:
         self._stop = asyncio.Event()
         self._drain_timeout = config.drain_timeout
         on_step = self._log_step if config.step_log else None
-        self.engine = EngineLoop(scheduler, runner, MonotonicClock(), on_step, step_model)
+        self.metrics = metrics or Metrics(config.worker, config.tiers)
+        clock = MonotonicClock()
+        self._telemetry = Telemetry(self.metrics, self._tracing(tracer, clock), snapshots)
+        self.engine = EngineLoop(scheduler, runner, clock, on_step, step_model, self._telemetry)
+        self._on_serving = on_serving
         self._gate = AdmissionGate(admission, self.engine.clock)
         self.share = 0.0  # of every limit of the deployment, which this worker enforces
         self.num_shares = 0  # how often that was renewed
@@ -80,6 +109,7 @@ class Worker:
         self._joined = joined
         self._health = health or Health(config.stuck_after)
         self._health.model_loaded(self.engine)
+        self._health.monitor.tell = self.metrics.loop_late
 
     def stop(self, drain_timeout: float | None = None) -> None:
         """Drains, then ends `run`. drain_timeout: seconds, in place of the configured ones."""
@@ -107,7 +137,16 @@ class Worker:
     ) -> None:
         config = self._config
         lanes = self.lanes
-        server = RequestServer(self._server_config(), self._model, self.engine, self._gate, replies, lanes, tasks)
+        server = RequestServer(
+            self._server_config(),
+            self._model,
+            self.engine,
+            self._gate,
+            MeasuredSink(replies, self.metrics),
+            lanes,
+            tasks,
+            telemetry=self._telemetry,
+        )
 
         def new_lane(tier: str) -> KafkaLane:
             topic, client_id = config.lanes[tier], f"carousel-worker-{config.worker}-{tier}"
@@ -117,7 +156,7 @@ class Worker:
                 connections.lane_consumer(f"{config.group_prefix}{topic}", client_id),
                 deliver=server.deliver,
                 lost=server.drop_lost,
-                shared=partial(self._renew_share, lanes),
+                shared=partial(self._renew_share, tier),
                 committed=connections.committed,
                 partitions_of=connections.partitions_of,
                 num_partitions=num_partitions[topic],
@@ -127,10 +166,15 @@ class Worker:
                 joined=self._joined,
             )
 
+        def replaced(tier: str) -> None:
+            self.metrics.lane_replaced(tier)
+            server.drop_lost(tier)
+
         lanes |= {tier: new_lane(tier) for tier in config.lanes}
         silence_limit = (config.rebalance_timeout_ms + config.session_timeout_ms) / 1000
-        watchdog = LaneWatchdog(lanes, new_lane, server.drop_lost, connections.reachable, silence_limit=silence_limit)
+        watchdog = LaneWatchdog(lanes, new_lane, replaced, connections.reachable, silence_limit=silence_limit)
         self._health.consuming(lanes, watchdog)
+        self._on_serving(Serving(self.engine, lanes, server))
         control = KafkaControl(connections, config.control_topic, server.cancel)
         tasks.create_task(self.engine.run(), name="engine")
         tasks.create_task(control.run(), name="control")
@@ -154,8 +198,10 @@ class Worker:
         self.engine.stop()
         log.info("worker.stopped", handed_over=left, producer_topics=connections.num_producer_topics)
 
-    def _renew_share(self, lanes: dict[str, KafkaLane]) -> None:
+    def _renew_share(self, tier: str) -> None:
         """Limits are of the deployment: this worker enforces its part of all lanes' partitions."""
+        lanes = self.lanes
+        self.metrics.rebalanced(tier)
         owned = sum(len(lane.partitions) for lane in lanes.values())
         partitions = sum(lane.num_partitions for lane in lanes.values())
         self.share = owned / partitions
@@ -167,6 +213,8 @@ class Worker:
     def _side_tasks(self, lanes: dict[str, KafkaLane], tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """What goes on beside the service, and is cancelled at its end."""
         side = [tasks.create_task(self._health.monitor.run(), name="loop monitor")]
+        if self._config.metrics_port is not None:
+            side.append(tasks.create_task(self._look_for_ends(lanes), name="lane ends"))
         config, first = self._config, next(iter(lanes))
         if config.reap_after is not None:
             reaper = Reaper(
@@ -179,11 +227,28 @@ class Worker:
             side.append(tasks.create_task(reaper.run(), name="reaper"))
         return side
 
+    async def _look_for_ends(self, lanes: dict[str, KafkaLane]) -> None:
+        """For the depth of lanes that are paused."""
+        while True:
+            await asyncio.sleep(ENDS_EVERY_S)
+            await asyncio.gather(*(lane.look_for_ends() for lane in lanes.values()))
+
     async def _announce(self, lanes: dict[str, KafkaLane]) -> None:
         while not all(lane.assigned.is_set() for lane in lanes.values()):  # a lane may be replaced meanwhile
             await asyncio.sleep(READY_POLL_S)
         log.info("worker.ready", worker=self._config.worker, model=self._model.name, lanes=self._config.lanes)
         self._on_ready()
+
+    def _tracing(self, tracer: Tracer | None, clock: MonotonicClock) -> Tracing:
+        config = self._config
+        return Tracing(
+            tracer,
+            clock,
+            self._model.name,
+            reply_template=reply_topic("{correlation_id}", config.reply_prefix),
+            group_of=lambda topic: f"{config.group_prefix}{topic}",
+            step_share=config.trace_steps,
+        )
 
     def _server_config(self) -> ServerConfig:
         config = self._config

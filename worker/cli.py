@@ -16,7 +16,7 @@ from schemas.connection import ENV_PREFIX, KafkaConnection
 from worker.config import WorkerConfig
 from worker.supervised import SupervisorLink
 
-_PANELS = {
+PANELS = {
     "Model": ("model", "dtype", "num_threads"),
     "Engine": ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "kv_memory_share"),
     "Kafka": tuple(KafkaConnection.model_fields),
@@ -108,10 +108,10 @@ def _sentences(error: ValidationError) -> str:
 
 def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
     """Gives a function of **flags the signature that typer makes options of."""
-    panels = {name: panel for panel, names in _PANELS.items() for name in names}
+    panels = {name: panel for panel, names in PANELS.items() for name in names}
     parameters = []
     for name, field in WorkerConfig.model_fields.items():
-        kind = _flag_type(field.annotation)
+        kind = flag_type(field.annotation)
         if kind is None:
             continue
         flag = name.replace("_", "-")
@@ -132,7 +132,7 @@ def _with_flags(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def _flag_type(annotation: Any) -> Any:
+def flag_type(annotation: Any) -> Any:
     """The type of a setting's flag; None: it has none, and is for the TOML file."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]

@@ -41,7 +41,7 @@ class Tenant:
     tiers: tuple[str, ...] | None = None  # those that it may use; None: all
     weight: AboveZero = 1.0  # its part of what is contended, times the tier's weight
     max_running: Positive | None = None  # seats at once; each choice of a request takes one
-    requests_per_s: AboveZero | None = None
+    requests_per_s: AboveZero | None = None  # of all its lanes together
     tokens_per_s: AboveZero | None = None  # of prompt and answer
 
 
@@ -164,10 +164,19 @@ class WorkerConfig(KafkaSettings):
         "when it dies, and starts it again.",
     )
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="Serve /livez and /readyz over HTTP on this port; 0: any. Default: off."
+        None,
+        ge=0,
+        le=65535,
+        description="Serve the live page, /livez, /readyz and /metrics over HTTP on this port; 0: any. Default: off.",
     )
     metrics_host: str = Field(
         "127.0.0.1", description="The address for --metrics-port; 0.0.0.0 where probes come from outside."
+    )
+    metrics_max_tenants: Positive = Field(
+        50, description="Tenants with metrics of their own, those of the configuration first; the rest are `other`."
+    )
+    trace_steps: float = Field(
+        0.01, ge=0, le=1, description="Share of engine steps with a span of their own, where OTEL_* names an endpoint."
     )
     stuck_after: float = Field(
         120.0,

@@ -6,7 +6,7 @@ A worker whose Kafka is away lives: starting it again would help nobody, and cos
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -35,6 +35,7 @@ class LoopMonitor:
         self.lag = 0.0  # seconds, at the last beat
         self._lags: deque[tuple[float, float]] = deque()  # (when, lag), the lags falling
         self._warned_at = -WARN_EVERY_S
+        self.tell: Callable[[float], None] = lambda lag: None  # called with every lag
 
     @property
     def worst_lag(self) -> float:
@@ -60,6 +61,7 @@ class LoopMonitor:
         while self._lags[0][0] < now - WORST_OF_S:
             self._lags.popleft()
         self.beat_at, self.lag = now, lag
+        self.tell(lag)
         if lag > WARN_LAG_S and now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
             log.warning("loop.lag", seconds=round(lag, 3), meaning="something has held the event loop up")
@@ -85,6 +87,15 @@ class Health:
 
     def consuming(self, lanes: Mapping[str, KafkaLane], watchdog: LaneWatchdog) -> None:
         self._lanes, self._watchdog = lanes, watchdog
+
+    @property
+    def engine(self) -> EngineLoop | None:
+        """None until the model is loaded."""
+        return self._engine
+
+    @property
+    def lanes(self) -> Mapping[str, KafkaLane]:
+        return self._lanes
 
     def stuck(self) -> list[str]:
         """Why the process should be started again; empty while it makes progress."""

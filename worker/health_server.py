@@ -1,4 +1,4 @@
-"""/livez and /readyz over HTTP, from a thread of its own: it answers also when the event loop does not."""
+"""/livez, /readyz and more over HTTP, from a thread of its own: it answers also when the event loop does not."""
 
 import contextlib
 import socket
@@ -9,7 +9,7 @@ import structlog
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from worker.health import Health, PortUnavailable
@@ -30,8 +30,10 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
         raise PortUnavailable(f"--metrics-port {port} of {host} cannot be had: {e}. Give another, or 0 for any") from e
-    config = uvicorn.Config(health_app(health, more), log_config=None, access_log=False, lifespan="off", ws="none")
+    app = health_app(health, more)
+    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
+    app.state.stopping = lambda: server.should_exit  # uvicorn waits for open streams: they look at this
     thread = threading.Thread(target=server.run, args=([listener],), name="health", daemon=True)
     thread.start()
     bound: int = listener.getsockname()[1]
@@ -53,6 +55,16 @@ def health_app(health: Health, more: Sequence[BaseRoute] = ()) -> Starlette:
             *more,
         ]
     )
+
+
+def page(path: str, render: Callable[[str], tuple[bytes, str]]) -> Route:
+    """A route to a page. `render`: its content and content type for an `Accept` header."""
+
+    async def answer(request: Request) -> Response:
+        content, content_type = render(request.headers.get("accept", ""))
+        return Response(content, media_type=content_type)
+
+    return Route(path, answer)
 
 
 def _endpoint(health: Health, reasons: Callable[[], list[str]]) -> Callable[[Request], Awaitable[JSONResponse]]:

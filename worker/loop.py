@@ -5,13 +5,23 @@ thread. While step N runs there, the event loop publishes the tokens of step N-1
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import NamedTuple, Protocol
 
 import structlog
 
 from schemas.reasons import FinishReason
-from worker.engine.outputs import EngineEvent, FinishEvent, StepOutcome, StepPlan, StepRecord, TokenEvent
+from worker.engine.outputs import (
+    CopySeconds,
+    EngineEvent,
+    Preemption,
+    StepOutcome,
+    StepPlan,
+    StepRecord,
+    TokenEvent,
+)
 from worker.engine.protocols import Clock, Runner
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
@@ -23,16 +33,67 @@ _STEP_FAILED = "the model failed while this request was running; the worker's lo
 log = structlog.get_logger(__name__)
 
 
+class RequestObserver(Protocol):
+    """Follows one request through the engine. Times are of the engine's clock."""
+
+    def seated(self, choice: int, at: float) -> None: ...
+
+    def token(self, choice: int, at: float) -> None: ...
+
+    def preempted(self, preemption: Preemption, at: float, copied_at: float) -> None:
+        """It lost its seat at `at`; by `copied_at` its swap out, if it is one, was made."""
+        ...
+
+    def finished(self, choice: int, at: float) -> None: ...
+
+
+class StepTimes(NamedTuple):
+    """What the time of one step went to, in seconds."""
+
+    schedule: float
+    execute: float  # tries again included, copies too
+    apply: float
+    publish: float
+    copies: CopySeconds | None
+    num_sequences: int  # with a token in it
+    ended: float  # when its tokens had been handed out, on the engine's clock
+
+
+class StepObserver(Protocol):
+    """Follows the steps."""
+
+    def step(self, record: StepRecord, times: StepTimes, events: Sequence[EngineEvent]) -> None: ...
+
+    def step_failed(self) -> None:
+        """An execution raised; it may be tried again."""
+        ...
+
+
 class EventStream:
     """The engine's events of one request, in order. One reader. `on_seat`: called when it first takes a seat."""
 
-    def __init__(self, num_choices: int, on_seat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        num_choices: int,
+        on_seat: Callable[[], None] = lambda: None,
+        observer: RequestObserver | None = None,
+    ) -> None:
         self._events: list[EngineEvent] = []
         self._ready = asyncio.Event()
         self._num_open = num_choices
         self._on_seat = on_seat
+        self.observer = observer
         self.admitted_at: float | None = None  # when it first took a seat, on the engine's clock
         self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.num_tokens = [0] * num_choices  # that came, by choice
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Between the tokens of its longest choice, on average; None for fewer than two."""
+        if self.first_token_at is None or self.last_token_at is None or max(self.num_tokens) < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (max(self.num_tokens) - 1)
 
     @property
     def finished(self) -> bool:
@@ -44,9 +105,19 @@ class EventStream:
             self.admitted_at = now
             self._on_seat()
 
-    def push(self, event: EngineEvent) -> None:
+    def push(self, event: EngineEvent, now: float) -> None:
         self._events.append(event)
-        self._num_open -= isinstance(event, FinishEvent)
+        if isinstance(event, TokenEvent):
+            if self.first_token_at is None:
+                self.first_token_at = now
+            self.last_token_at = now
+            self.num_tokens[event.choice] += 1
+            if self.observer is not None:
+                self.observer.token(event.choice, now)
+        else:
+            self._num_open -= 1
+            if self.observer is not None:
+                self.observer.finished(event.choice, now)
         self._ready.set()
 
     async def take(self, not_before: float | None = None) -> list[EngineEvent]:
@@ -74,6 +145,7 @@ class EngineLoop:
     Args:
         on_step: called with the record of every step.
         step_model: learns from every step how long steps take.
+        observer: told of every step, after `on_step`.
     """
 
     def __init__(
@@ -83,12 +155,14 @@ class EngineLoop:
         clock: Clock,
         on_step: Callable[[StepRecord], None] | None = None,
         step_model: StepModel | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self.clock = clock
         self._on_step = on_step
         self._step_model = step_model
+        self._observer = observer
         self._streams: dict[str, EventStream] = {}
         self._wake = asyncio.Event()
         self._stopping = False
@@ -99,9 +173,14 @@ class EngineLoop:
         """For statistics and integrity checks."""
         return self._scheduler
 
-    def add(self, request: Request, on_seat: Callable[[], None] = lambda: None) -> EventStream:
+    def add(
+        self,
+        request: Request,
+        on_seat: Callable[[], None] = lambda: None,
+        observer: RequestObserver | None = None,
+    ) -> EventStream:
         """Hands a request to the scheduler. A resumed one may find itself complete at once."""
-        stream = self._streams[request.request_id] = EventStream(request.n, on_seat)
+        stream = self._streams[request.request_id] = EventStream(request.n, on_seat, observer)
         self._dispatch(self._scheduler.add(request))
         self._wake.set()
         return stream
@@ -130,19 +209,36 @@ class EngineLoop:
         """Steps until `stop`."""
         with ThreadPoolExecutor(1, thread_name_prefix="step") as step_thread:
             while not self._stopping:
+                begins = perf_counter()
                 plan, events = self._scheduler.schedule(self.clock.now())
+                planned = perf_counter()
                 self._dispatch(events)
                 if plan is None:
                     await self._idle()
                     continue
                 began = self.step_began = self.clock.now()
+                executes = perf_counter()
                 outcome = await self._execute(plan, step_thread)
+                executed = perf_counter()
                 self.step_began = None
                 if self._step_model is not None:
                     self._step_model.observe_plan(plan, self.clock.now() - began)
+                applies = perf_counter()
                 events = self._scheduler.apply(outcome, self.clock.now())
-                self._record()  # first: a stream that ends with this step took its seat before
+                applied = perf_counter()
+                record = self._record()  # first: a stream that ends with this step took its seat before
                 self._dispatch(events)
+                if self._observer is not None and record is not None:
+                    times = StepTimes(
+                        schedule=planned - begins,
+                        execute=executed - executes,
+                        apply=applied - applies,
+                        publish=perf_counter() - applied,
+                        copies=outcome.copy_seconds,
+                        num_sequences=len(plan.scheduled),
+                        ended=self.clock.now(),
+                    )
+                    self._observer.step(record, times, events)
 
     async def _execute(self, plan: StepPlan, step_thread: ThreadPoolExecutor) -> StepOutcome:
         """Runs a plan, again when it fails: what passes with time is not the callers' business (protocol.md 7).
@@ -154,6 +250,8 @@ class EngineLoop:
                 return await asyncio.get_running_loop().run_in_executor(step_thread, self._runner.execute, plan)
             except Exception:
                 log.exception("step.failed", step=plan.step, sequences=len(plan.scheduled), again_in=pause)
+                if self._observer is not None:
+                    self._observer.step_failed()
                 if pause is not None:
                     await asyncio.sleep(pause)
         failed = {s.seq_id: _STEP_FAILED for s in plan.scheduled}
@@ -168,23 +266,30 @@ class EngineLoop:
         except TimeoutError:
             return
 
-    def _record(self) -> None:
+    def _record(self) -> StepRecord | None:
         record = self._scheduler.last_record
         if record is None:
-            return
-        for request_id in record.admitted:
-            if request_id in self._streams:
-                self._streams[request_id].take_seat(record.at)
+            return None
+        for preemption in record.preempted:
+            stream = self._streams.get(preemption.request_id)
+            if stream is not None and stream.observer is not None:
+                stream.observer.preempted(preemption, record.at, self.clock.now())
+        for request_id, choice in record.seated:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.take_seat(record.at)
+                if stream.observer is not None:
+                    stream.observer.seated(choice, record.at)
         if self._on_step is not None:
             self._on_step(record)
+        return record
 
-    def _dispatch(self, events: Iterable[EngineEvent]) -> None:
+    def _dispatch(self, events: Sequence[EngineEvent]) -> None:
+        now = self.clock.now() if events else 0.0
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
-            if stream.first_token_at is None and isinstance(event, TokenEvent):
-                stream.first_token_at = self.clock.now()
-            stream.push(event)
+            stream.push(event, now)
             if stream.finished:
                 del self._streams[event.request_id]

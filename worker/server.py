@@ -8,103 +8,41 @@ the input done when an `end` is accepted. What is decided about the log is decid
 import asyncio
 import random
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import structlog
 
-from schemas.codec import ContentType, decode_map
+from schemas.codec import decode_map
 from schemas.errors import DecodeError, RequestError, Unanswerable
-from schemas.headers import ReplyAddress, RequestHeaders, read_reply_address, read_request_headers
+from schemas.headers import read_reply_address, read_request_headers
 from schemas.reasons import ErrorCode, FinishReason
-from schemas.records import Begin, Cancel, End, ErrorInfo, InputRef, Timing, Usage
+from schemas.records import Begin, Cancel, End, event_of
 from schemas.reply_log import ReplyLog
-from schemas.request import PromptRequest, parse_request
-from schemas.topics import CANCEL_TTL_MS, Tier
+from schemas.request import parse_request
+from schemas.topics import CANCEL_TTL_MS
 from worker.admission_gate import AdmissionGate
+from worker.call import Call, Outcome, ServerConfig
 from worker.cancels import Cancels
 from worker.engine.admission import Begun, Delay, Refuse
 from worker.engine.request import Request
 from worker.loop import EngineLoop, EventStream
-from worker.prepare import ModelFacts, Prompt, check_fields, check_tier, engine_request, sampling_params, tokenise
+from worker.prepare import ModelFacts, check_fields, check_tier, engine_request, sampling_params, tokenise
 from worker.reply_progress import ReplyProgress
 from worker.side_topics import SideTopics
-from worker.telemetry import RequestSpan, log_finished
+from worker.telemetry import Telemetry
 from worker.transport.attempt import Attempt, Verdict
 from worker.transport.protocols import Delivery, RecordTooLarge, ReplySink, ReplyTopicGone, RequestSource
 
 MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
-MAX_ERROR_CHARS = 1000
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
 LOAD_CODES = (ErrorCode.OVERLOADED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.DEADLINE_UNREACHABLE)  # not for what has begun
 SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
 
-_NO_HEADERS = RequestHeaders(priority=None, deadline_ms=None, content_type=ContentType.MSGPACK)  # until they are read
-
 log = structlog.get_logger(__name__)
-
-
-class Outcome(Enum):
-    """How the service of one record ended."""
-
-    ANSWERED = "answered"  # an attempt at this record has its `end` accepted
-    DUPLICATE = "duplicate"  # another record of the same request was answered
-    UNDELIVERABLE = "reply_undeliverable"  # the reply topic does not exist
-    DEAD_LETTER = "dead_letter"  # nobody can be answered: it is on the DLQ
-    LOST = "lost"  # the partition went elsewhere; its new owner goes on
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    worker: str  # name of this worker in `begin`
-    tiers: dict[str, Tier]
-    tiers_of: Callable[[str], Collection[str]]  # those that a tenant may use
-    priority_class: Callable[[int], int]  # of an effective priority
-    reply_prefixes: tuple[str, ...]
-    forbidden_topics: frozenset[str]
-    default_reply_topic: str | None
-    dlq_topic: str
-    usage_topic: str
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One record in service."""
-
-    delivery: Delivery
-    address: ReplyAddress
-    tier: Tier
-    span: RequestSpan
-    arrival: float  # on the engine's clock, when the record was published
-    headers: RequestHeaders = _NO_HEADERS
-    request: PromptRequest | None = None
-    prompt: Prompt | None = None
-    seed: int = 0
-    refusal: RequestError | None = None
-    must_begin: bool = False  # an `end` without an attempt did not count: end inside one
-    num_attempts: int = 0
-    admitted: Request | None = None  # what admission knows of it, from when it is asked until it is released
-    engine_id: str = ""  # of the engine request that runs for it, "" for none
-    num_output: int = 0  # tokens of its answer so far, over all choices
-    end: End | None = None  # the accepted one
-    ended_by: InputRef | None = None  # the input record whose attempt wrote it, None when no attempt did
-
-    @property
-    def tenant(self) -> str:
-        return self.tier.tenant or self.headers.tenant
-
-    @property
-    def stream(self) -> bool:
-        return self.request is None or self.request.stream
-
-    @property
-    def single_end(self) -> bool:
-        """Nothing but one `end` with attempt -1 is written: a request-reply client takes the first record (5.6)."""
-        return not self.address.per_request and not self.stream
 
 
 class RequestServer:
@@ -117,21 +55,25 @@ class RequestServer:
         engine: EngineLoop,
         gate: AdmissionGate,
         sink: ReplySink,
-        sources: dict[str, RequestSource],
+        sources: Mapping[str, RequestSource],
         tasks: asyncio.TaskGroup,
         wall_ms: Callable[[], float] = lambda: time.time() * 1000,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._engine = engine
-        self._gate = gate
+        self._gate = self.gate = gate
         self._sink = sink
         self._sources = sources
-        self._side = SideTopics(sink, sources, config.dlq_topic, config.usage_topic, model.name, wall_ms)
+        self._telemetry = telemetry or Telemetry.unheard(config.worker, config.tiers, model.name, engine.clock)
+        self._side = SideTopics(
+            sink, sources, config.dlq_topic, config.usage_topic, model.name, wall_ms, self._telemetry.metrics
+        )
         self._tasks = tasks
         self._wall_ms = wall_ms
-        self._calls: dict[_Call, asyncio.Task[None]] = {}
-        self._by_correlation_id: dict[bytes, list[_Call]] = {}
+        self._calls: dict[Call, asyncio.Task[None]] = {}
+        self._by_correlation_id: dict[bytes, list[Call]] = {}
         self._burials: list[asyncio.Task[None]] = []
         self._cancels = Cancels(CANCEL_TTL_MS / 1000)
         self._num_engine_requests = 0
@@ -142,10 +84,16 @@ class RequestServer:
     def num_calls(self) -> int:
         return len(self._calls)
 
+    @property
+    def calls(self) -> list[Call]:
+        """In service now. For any thread."""
+        return list(self._calls)
+
     # What comes in
 
     def deliver(self, delivery: Delivery) -> None:
         """Starts to serve a record. Whatever is in it, this raises nothing."""
+        self._telemetry.metrics.consumed(delivery.source.topic)
         try:
             self._take_in(delivery)
         except Unanswerable as e:
@@ -163,12 +111,14 @@ class RequestServer:
             default_reply_topic=self._config.default_reply_topic,
         )
         age = (self._wall_ms() - delivery.source.timestamp_ms) / 1000
-        call = _Call(
+        now = self._now()
+        call = Call(
             delivery=delivery,
             address=address,
             tier=self._config.tiers[delivery.lane],
-            span=RequestSpan(delivery.source.topic, delivery.headers),
-            arrival=self._engine.clock.now() - min(max(0.0, age), MAX_AGE_S),
+            trace=self._telemetry.trace(delivery),
+            taken_in=now,
+            arrival=now - min(max(0.0, age), MAX_AGE_S),
         )
         self._by_correlation_id.setdefault(address.correlation_id, []).append(call)
         task = self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
@@ -179,9 +129,12 @@ class RequestServer:
         self._burials.append(task)
         task.add_done_callback(self._burials.remove)
 
+    def _now(self) -> float:
+        return self._engine.clock.now()
+
     def cancel(self, cancel: Cancel) -> None:
         """Ends the request wherever it is; one that has not arrived yet ends when it does."""
-        self._cancels.add(cancel.correlation_id, self._engine.clock.now())
+        self._cancels.add(cancel.correlation_id, self._now())
         for call in self._by_correlation_id.get(cancel.correlation_id, ()):
             if call.engine_id:
                 self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
@@ -211,25 +164,26 @@ class RequestServer:
 
     # One record's service
 
-    async def _serve(self, call: _Call) -> None:
+    async def _serve(self, call: Call) -> None:
+        self._telemetry.bind(call.delivery, call.trace, call.correlation_id)
         try:
             outcome = await self._outcome(call)
             if outcome is not Outcome.LOST:
                 self._sources[call.delivery.lane].done(call.delivery)
             self._num_lost += outcome is Outcome.LOST
-            self._log(call, outcome)
+            self._telemetry.finished(call, outcome)
         except Exception:
             # Nothing more can be tried here. It stays undone, so the partition's next owner tries again.
             log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
             self._forget(call)
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: Call) -> None:
         """Its service is over. Again: nothing."""
         if self._calls.pop(call, None) is None:
             return
         self._release(call)
-        call.span.finish()
+        self._telemetry.finished(call, Outcome.LOST)
         twins = self._by_correlation_id[call.address.correlation_id]
         twins.remove(call)
         if not twins:
@@ -237,7 +191,7 @@ class RequestServer:
         if not any(twin.address.topic == call.address.topic for twin in twins):
             self._sink.forget(call.address)  # not before: a twin writes to the same log
 
-    async def _outcome(self, call: _Call) -> Outcome:
+    async def _outcome(self, call: Call) -> Outcome:
         try:
             await self._prepare(call)
             return await self._settle(call)
@@ -246,7 +200,7 @@ class RequestServer:
         except Exception as e:
             # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
             log.exception("request.failed", input=call.delivery.source.to_fields())
-            await self._side.bury(call.delivery, "internal", repr(e))
+            await self._side.bury(call.delivery, call.trace, "internal", repr(e))
             code, message = ErrorCode.INTERNAL, "the worker failed at this request; its log says how"
         call.refusal = RequestError(code, message)
         call.must_begin = not call.single_end
@@ -256,17 +210,19 @@ class RequestServer:
             log.exception("request.not_answered", input=call.delivery.source.to_fields())
             return Outcome.DEAD_LETTER
 
-    async def _settle(self, call: _Call) -> Outcome:
+    async def _settle(self, call: Call) -> Outcome:
         """Answers, and does what the answer needs beside it: a DLQ record, a usage record."""
         if isinstance(call.refusal, DecodeError):
-            await self._side.bury(call.delivery, call.refusal.code, str(call.refusal))
+            await self._side.bury(call.delivery, call.trace, call.refusal.code, str(call.refusal))
         try:
             outcome = await self._answer(call)
         except ReplyTopicGone:
             outcome = Outcome.UNDELIVERABLE
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
-                await self._side.bury(call.delivery, "no_reply_topic", "no reply_to, and no default reply topic")
+                await self._side.bury(
+                    call.delivery, call.trace, "no_reply_topic", "no reply_to, and no default reply topic"
+                )
             return Outcome.DEAD_LETTER
         if outcome is Outcome.ANSWERED:
             assert call.end is not None
@@ -274,7 +230,7 @@ class RequestServer:
             await self._side.publish_usage(call.delivery, call.end, tenant=call.tenant, correlation_id=correlation_id)
         return outcome
 
-    async def _prepare(self, call: _Call) -> None:
+    async def _prepare(self, call: Call) -> None:
         """Decodes, checks and tokenises. What is wrong with the request becomes `call.refusal`."""
         try:
             call.headers = read_request_headers(call.delivery.headers, lane_tenant=call.tier.tenant)
@@ -285,15 +241,16 @@ class RequestServer:
                 self._decode(call)
         except RequestError as e:
             call.refusal = e
+        self._telemetry.describe(call)
 
-    def _decode(self, call: _Call) -> None:
+    def _decode(self, call: Call) -> None:
         """Sets request, prompt and seed. Raises RequestError."""
         call.request = parse_request(decode_map(call.delivery.value, call.headers.content_type))
         check_fields(call.request, self._model)
         call.prompt = tokenise(call.request, call.tier, self._model)
         call.seed = self._seeds.getrandbits(SEED_BITS) if call.request.seed is None else call.request.seed
 
-    async def _answer(self, call: _Call) -> Outcome:
+    async def _answer(self, call: Call) -> Outcome:
         """Attempts until an `end` is accepted, the caller is gone, or the record is no longer ours."""
         while True:
             located = await self._sink.locate(call.address)
@@ -320,7 +277,7 @@ class RequestServer:
 
     # Admission
 
-    async def _enter(self, call: _Call) -> bool:
+    async def _enter(self, call: Call) -> bool:
         """Waits for admission, once; a refusal becomes `call.refusal`. False: the worker drains, it stays undone.
 
         A refusal that did not count, because somebody has begun the request, or the send failed, is decided again.
@@ -330,19 +287,22 @@ class RequestServer:
         elif call.refusal is not None or call.admitted is not None:
             return True
         call.admitted = self._new_request(call)
+        call.trace.waits(call.delivery.lane, call.admitted.priority)
 
         def is_cancelled() -> bool:
-            return self._cancels.covers(call.address.correlation_id, self._engine.clock.now())
+            return self._cancels.covers(call.address.correlation_id, self._now())
 
         if is_cancelled():
             return True
-        decision = await self._gate.enter(call.admitted, partial(self._begun, call), is_cancelled)
+        decision = await self._gate.enter(
+            call.admitted, partial(self._begun, call), is_cancelled, partial(self._telemetry.delayed, call)
+        )
         if isinstance(decision, Refuse):
             call.admitted = None
             call.refusal = RequestError(decision.code, decision.message, decision.retry_after_ms)
         return not isinstance(decision, Delay)
 
-    async def _begun(self, call: _Call) -> Begun:
+    async def _begun(self, call: Call) -> Begun:
         """Whether an earlier attempt has begun it (5.8). Raises ReplyTopicGone."""
         source = call.delivery.source
         if call.single_end or not (call.num_attempts or call.delivery.tracker.is_inherited(source.offset)):
@@ -352,14 +312,14 @@ class RequestServer:
         seen = await self._sink.read(call.address, 0, None)
         return Begun.NO if seen.attempt is None and not seen.ended else Begun.YES
 
-    def _release(self, call: _Call) -> None:
+    def _release(self, call: Call) -> None:
         """Gives back what it holds of the engine and of its tenant's quota. Again: nothing."""
         self._drop_engine_request(call)
         if call.admitted is not None:
             self._gate.leave(call.admitted, call.num_output)
             call.admitted = None
 
-    def _older_twin(self, call: _Call) -> bool:
+    def _older_twin(self, call: Call) -> bool:
         """Whether an older record of the same request is in service here: then ours would only fence it (5.5)."""
         return any(
             (other.address.topic, other.address.partition) == (call.address.topic, call.address.partition)
@@ -367,33 +327,36 @@ class RequestServer:
             for other in self._by_correlation_id[call.address.correlation_id]
         )
 
-    async def _wait_for_twin(self, call: _Call) -> None:
+    async def _wait_for_twin(self, call: Call) -> None:
         """Returns when the log has an accepted `end`, or nobody waits for it any more. Raises ReplyTopicGone."""
         deadline = self._deadline(call)
         while not (await self._sink.read(call.address, 0, None)).ended:
-            now = self._engine.clock.now()
+            now = self._now()
             if self._cancels.covers(call.address.correlation_id, now) or (deadline is not None and now > deadline):
                 return
             await asyncio.sleep(TWIN_POLL_S)
 
     # One attempt
 
-    async def _attempt(self, call: _Call) -> Verdict:
+    async def _attempt(self, call: Call) -> Verdict:
         attempt = Attempt(call.delivery.source, call.address.per_request)
         if call.refusal is not None and not call.must_begin and self._may_end_without_attempt(call):
             call.must_begin = not call.single_end
-            return await self._end_without_attempt(call, attempt, self._refusal(call, -1, ReplyProgress(1, False)))
+            return await self._end_without_attempt(
+                call, attempt, call.refusal_record(-1, ReplyProgress(1, False), self._now())
+            )
         if call.single_end:
-            progress = ReplyProgress(_request(call).n, _request(call).logprobs is not None)
-            stream = self._start(call, None)
+            progress = ReplyProgress(call.asked().n, call.asked().logprobs is not None)
+            events = self._start(call, None)
             while not progress.finished:
-                for event in await stream.take():
+                for event in await events.take():
                     progress.add(event)
                 call.num_output = progress.num_completion_tokens
-            return await self._end_without_attempt(call, attempt, self._end(call, -1, stream, progress))
+            return await self._end_without_attempt(call, attempt, call.end_record(-1, events, progress, self._now()))
         stream = self._start(call, None) if call.refusal is None else None
         attempt.begins()
-        verdict = attempt.acknowledged(await self._sink.send(call.address, self._begin(call), call.span.traceparent))
+        begin = call.begin_record(self._config.worker, self._model.name, self._now())
+        verdict = attempt.acknowledged(await self._send(call, begin))
         resumed = None
         if verdict is Verdict.READ:
             resumed = await self._sink.read(call.address, 0, attempt.read_until)
@@ -402,15 +365,16 @@ class RequestServer:
             return verdict
         if stream is not None and resumed is not None:
             stream = self._resume(call, stream, resumed)
+        self._telemetry.begun(call, attempt.number, resumed)
         return await self._write(call, attempt, stream, resumed)
 
-    def _may_end_without_attempt(self, call: _Call) -> bool:
+    def _may_end_without_attempt(self, call: Call) -> bool:
         """On a shared log nobody tells whether an attempt has begun; only what no worker could decode never has."""
         return call.address.per_request or call.request is None or call.single_end
 
-    async def _end_without_attempt(self, call: _Call, attempt: Attempt, end: End) -> Verdict:
+    async def _end_without_attempt(self, call: Call, attempt: Attempt, end: End) -> Verdict:
         attempt.refuses()
-        verdict = attempt.acknowledged(await self._sink.send(call.address, end, call.span.traceparent))
+        verdict = attempt.acknowledged(await self._send(call, end))
         if verdict is Verdict.DONE:
             call.end = end
         if verdict is Verdict.READ:
@@ -419,7 +383,7 @@ class RequestServer:
         return verdict
 
     async def _write(
-        self, call: _Call, attempt: Attempt, stream: EventStream | None, resumed: ReplyLog | None
+        self, call: Call, attempt: Attempt, stream: EventStream | None, resumed: ReplyLog | None
     ) -> Verdict:
         """Publishes what the engine gives, one record at a time, and the `end`."""
         assert attempt.number is not None
@@ -427,7 +391,7 @@ class RequestServer:
         progress = ReplyProgress(
             request.n if request else 1, request is not None and request.logprobs is not None, resumed
         )
-        loop, not_before = asyncio.get_running_loop(), None
+        loop, not_before, num_records = asyncio.get_running_loop(), None, 1
         while stream is not None and not progress.finished:
             for event in await stream.take(not_before):
                 progress.add(event)
@@ -436,46 +400,56 @@ class RequestServer:
                 continue
             while record := progress.take_record(attempt.number):
                 not_before = loop.time() + call.tier.flush_ms / 1000
+                num_records += 1
                 verdict = attempt.acknowledged(await self._sink.send(call.address, record))
                 if verdict is Verdict.READ:
                     verdict = await self._read_gap(call, attempt)
                 if verdict is not Verdict.GO_ON:
                     return verdict
         if stream is None:
-            end = self._refusal(call, attempt.number, progress)
+            end = call.refusal_record(attempt.number, progress, self._now())
         else:
-            end = self._end(call, attempt.number, stream, progress)
+            end = call.end_record(attempt.number, stream, progress, self._now())
         attempt.ends()
-        verdict = attempt.acknowledged(await self._sink.send(call.address, end, call.span.traceparent))
+        verdict = attempt.acknowledged(await self._send(call, end, num_records))
         if verdict is Verdict.READ:
             return await self._read_gap(call, attempt)
         if verdict is Verdict.DONE:
             call.end, call.ended_by = end, call.delivery.source
         return verdict
 
-    async def _read_gap(self, call: _Call, attempt: Attempt) -> Verdict:
+    async def _send(self, call: Call, record: Begin | End, num_before: int = 0) -> int | None:
+        """Appends a `begin` or an `end`; num_before: records of its attempt. Returns its acknowledged offset."""
+        if isinstance(record, End):
+            call.trace.answered(record)
+        with call.trace.sending(event_of(record), call.correlation_id) as sending:
+            offset = await self._sink.send(call.address, record, sending.traceparent)
+            sending.acknowledged(offset, num_before + 1)
+        return offset
+
+    async def _read_gap(self, call: Call, attempt: Attempt) -> Verdict:
         assert attempt.number is not None
         start = 0 if call.address.per_request else attempt.number
         seen = await self._sink.read(call.address, start, attempt.read_until)
         return self._note_end(call, attempt.read(seen), seen)
 
-    def _note_end(self, call: _Call, verdict: Verdict, seen: ReplyLog) -> Verdict:
+    def _note_end(self, call: Call, verdict: Verdict, seen: ReplyLog) -> Verdict:
         if verdict is Verdict.DONE:
             call.end, call.ended_by = seen.end, seen.begin.input if seen.begin else None
         return verdict
 
     # The engine's side
 
-    def _new_id(self, call: _Call) -> str:
+    def _new_id(self, call: Call) -> str:
         self._num_engine_requests += 1
-        return f"{call.address.correlation_id.decode(errors='replace')}#{self._num_engine_requests}"
+        return f"{call.correlation_id}#{self._num_engine_requests}"
 
-    def _new_request(self, call: _Call) -> Request:
+    def _new_request(self, call: Call) -> Request:
         assert call.prompt is not None
         priority = call.tier.priority(call.headers.priority)
         return engine_request(
             self._new_id(call),
-            _request(call),
+            call.asked(),
             call.prompt,
             call.seed,
             self._model,
@@ -487,7 +461,7 @@ class RequestServer:
             deadline=self._deadline(call),
         )
 
-    def _start(self, call: _Call, resumed: ReplyLog | None) -> EventStream:
+    def _start(self, call: Call, resumed: ReplyLog | None) -> EventStream:
         """Hands it to the engine, to go on after the tokens of `resumed`, with the seed of the call."""
         assert call.admitted is not None, "admission has not been asked"
         admitted, accepted = call.admitted, resumed.token_ids if resumed is not None else {}
@@ -496,97 +470,49 @@ class RequestServer:
         request = replace(
             admitted,
             request_id=call.engine_id,
-            sampling=sampling_params(_request(call), call.seed, self._model.vocab_size),
+            sampling=sampling_params(call.asked(), call.seed, self._model.vocab_size),
             accepted=tuple(tuple(accepted.get(i, ())) for i in range(admitted.n)) if accepted else (),
         )
-        stream = self._engine.add(request, partial(self._gate.started, admitted.request_id))
-        if self._cancels.covers(call.address.correlation_id, self._engine.clock.now()):
+        call.num_resumed = sum(map(len, request.accepted))
+        call.trace.waits(call.delivery.lane, admitted.priority)  # again, where another engine request had its seat
+        call.trace.enters(call.asked(), call.correlation_id, admitted.n, admitted.max_tokens, call.num_resumed)
+        observer = call.trace if call.trace.recorded else None
+        stream = call.events = self._engine.add(request, partial(self._gate.started, admitted.request_id), observer)
+        if self._cancels.covers(call.address.correlation_id, self._now()):
             self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
         return stream
 
-    def _resume(self, call: _Call, stream: EventStream, resumed: ReplyLog) -> EventStream:
+    def _resume(self, call: Call, stream: EventStream, resumed: ReplyLog) -> EventStream:
         """Goes on where earlier attempts stopped, with the seed of the first (rule 2)."""
         seed = resumed.first_begin.seed if resumed.first_begin is not None else call.seed
         if seed == call.seed and not any(resumed.token_ids.values()):
             return stream
         if call.num_attempts == 1 and call.admitted is not None:
-            self._gate.waive(call.admitted.request_id)
+            self._gate.waive(call.admitted)
         call.seed = seed
         return self._start(call, resumed)
 
-    def _deadline(self, call: _Call) -> float | None:
+    def _deadline(self, call: Call) -> float | None:
         deadline_ms = call.headers.deadline_ms
         if deadline_ms is None and call.tier.default_deadline_ms is not None:
             deadline_ms = call.delivery.source.timestamp_ms + call.tier.default_deadline_ms
-        return None if deadline_ms is None else self._engine.clock.now() + (deadline_ms - self._wall_ms()) / 1000
+        return None if deadline_ms is None else self._now() + (deadline_ms - self._wall_ms()) / 1000
 
-    def _drop_engine_request(self, call: _Call) -> None:
+    def _drop_engine_request(self, call: Call) -> None:
         if call.engine_id:
             self._engine.abort(call.engine_id)
             call.engine_id = ""
-
-    # Records
-
-    def _begin(self, call: _Call) -> Begin:
-        return Begin(
-            restart=not call.address.per_request,
-            worker=self._config.worker,
-            model=self._model.name,
-            prompt_tokens=len(call.prompt.token_ids) if call.prompt else 0,
-            seed=call.seed,
-            queued_ms=_ms(self._engine.clock.now() - call.arrival),
-            input=call.delivery.source,
-        )
-
-    def _end(self, call: _Call, attempt: int, stream: EventStream, progress: ReplyProgress) -> End:
-        now = self._engine.clock.now()
-        started = stream.admitted_at if stream.admitted_at is not None else now
-        timing = Timing(
-            queued_ms=_ms(started - call.arrival),
-            ttft_ms=_ms(stream.first_token_at - call.arrival) if stream.first_token_at is not None else None,
-            total_ms=_ms(now - call.arrival),
-        )
-        assert call.prompt is not None
-        return progress.end(attempt, len(call.prompt.token_ids), timing, whole=not call.stream)
-
-    def _refusal(self, call: _Call, attempt: int, progress: ReplyProgress) -> End:
-        assert call.refusal is not None
-        waited = _ms(self._engine.clock.now() - call.arrival)
-        return End(
-            attempt=attempt,
-            finish_reason=FinishReason.ERROR,
-            error=ErrorInfo(call.refusal.code, str(call.refusal)[:MAX_ERROR_CHARS], call.refusal.retry_after_ms),
-            usage=Usage(len(call.prompt.token_ids) if call.prompt else 0, progress.num_completion_tokens),
-            timing=Timing(waited, None, waited),
-        )
+            call.trace.dropped()
 
     # Other topics
 
     async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
         try:
-            if await self._side.bury(delivery, reason, message):
+            trace = self._telemetry.trace(delivery)
+            self._telemetry.bind(delivery, trace)
+            buried = await self._side.bury(delivery, trace, reason, message)
+            if buried:
                 self._sources[delivery.lane].done(delivery)
+            self._telemetry.unanswerable(delivery, trace, reason, buried)
         except Exception:
             log.exception("request.abandoned", input=delivery.source.to_fields())
-
-    def _log(self, call: _Call, outcome: Outcome) -> None:
-        call.span.record_end(outcome.value, call.end)
-        log_finished(
-            outcome.value,
-            call.end,
-            correlation_id=call.address.correlation_id.decode(errors="replace"),
-            tenant=call.tenant,
-            tier=call.delivery.lane,
-            input=call.delivery.source.to_fields(),
-            attempts=call.num_attempts,
-            trace_id=call.span.trace_id,
-        )
-
-
-def _request(call: _Call) -> PromptRequest:
-    assert call.request is not None
-    return call.request
-
-
-def _ms(seconds: float) -> float:
-    return round(max(0.0, seconds) * 1000, 3)

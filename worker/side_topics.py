@@ -8,6 +8,8 @@ import structlog
 from schemas.codec import ContentType
 from schemas.dead_letters import dead_letter_headers
 from schemas.records import End, Timing, Usage, UsageRecord, encode_usage
+from worker.metrics import Metrics
+from worker.tracing import RequestTrace
 from worker.transport.protocols import Delivery, ReplySink, RequestSource
 
 MAX_MESSAGE_CHARS = 1000
@@ -27,6 +29,7 @@ class SideTopics:
         usage_topic: str,
         model: str,
         wall_ms: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
         self._sink = sink
         self._sources = sources
@@ -34,12 +37,19 @@ class SideTopics:
         self._usage_topic = usage_topic
         self._model = model
         self._wall_ms = wall_ms
+        self._metrics = metrics
 
-    async def bury(self, delivery: Delivery, reason: str, message: str) -> bool:
+    async def bury(self, delivery: Delivery, trace: RequestTrace, reason: str, message: str) -> bool:
         """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""
         log.warning("request.dead_letter", input=delivery.source.to_fields(), reason=reason, message=message)
-        headers = dead_letter_headers(delivery.headers, delivery.source, reason, message[:MAX_MESSAGE_CHARS])
-        return await self._publish(delivery, self._dlq_topic, delivery.key, delivery.value, headers)
+        message = message[:MAX_MESSAGE_CHARS]
+        with trace.burying(self._dlq_topic, reason) as sending:
+            headers = dead_letter_headers(delivery.headers, delivery.source, reason, message, sending.traceparent)
+            landed = await self._publish(delivery, self._dlq_topic, delivery.key, delivery.value, headers)
+            sending.landed(landed)
+        if landed:
+            self._metrics.buried(reason)
+        return landed
 
     async def publish_usage(self, delivery: Delivery, end: End, *, tenant: str, correlation_id: bytes) -> None:
         """Writes what a request cost that has ended just now."""
@@ -59,7 +69,8 @@ class SideTopics:
             at_ms=round(self._wall_ms()),
         )
         headers = [("content-type", ContentType.MSGPACK.encode())]
-        await self._publish(delivery, self._usage_topic, tenant.encode(), encode_usage(record), headers)
+        if await self._publish(delivery, self._usage_topic, tenant.encode(), encode_usage(record), headers):
+            self._metrics.billed(delivery.lane, tenant, end)
 
     async def _publish(
         self, delivery: Delivery, topic: str, key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]

@@ -1,6 +1,7 @@
 """From a configuration to a running worker: loads the model, sizes the KV pool, serves. Imports torch (indirectly:
 `worker.model` must be imported before it, for the settings that it makes)."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 
 import structlog
 
+from schemas.exporting import Exporting
+from schemas.topics import reply_topic
 from worker.app import Worker, check_kafka, run_until_signal
 from worker.config import WorkerConfig
 from worker.engine.admission import Admission
@@ -16,6 +19,9 @@ from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepBudget, StepModel
 from worker.health import Health, PortUnavailable
 from worker.levels import make_admission, make_queue, tier_policies
+from worker.live_metrics import LiveMetrics
+from worker.logs import start_logging
+from worker.metrics import Metrics
 from worker.model.cpu import prepare_cpu
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
@@ -24,8 +30,8 @@ from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
 from worker.model.weights import prepare_weights
 from worker.prepare import ModelFacts
+from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
-from worker.telemetry import start_telemetry
 from worker.transport.kafka_connections import KafkaUnavailable
 
 log = structlog.get_logger(__name__)
@@ -36,8 +42,18 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
 
     link: to the supervisor, if there is one.
     """
-    start_telemetry(config.worker, config.log_level, config.log_format == "json")
-    health = Health(config.stuck_after)
+    start_logging(config.worker, config.log_level, config.log_format == "json")
+    health, snapshots = Health(config.stuck_after), None
+    metrics = Metrics(
+        config.worker,
+        config.tiers,
+        config.tenants,
+        config.metrics_max_tenants,
+        reply_topic("{correlation_id}", config.reply_prefix),
+    )
+    metrics.restarted(link.num_restarts if link is not None else 0)
+    live = LiveMetrics(metrics.registry, health)
+    exporting = Exporting("carousel-worker", config.worker)
 
     def on_ready() -> None:
         print("ready", flush=True)
@@ -47,12 +63,27 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     try:
         with contextlib.ExitStack() as stack:
             if config.metrics_port is not None:
-                from worker.health_server import serving_health  # not everybody pays for it
+                # Not everybody pays for it.
+                from worker.health_server import page, serving_health
+                from worker.live import live_routes, worker_feed
 
-                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port))
+                snapshots = Snapshots(config.worker, config.model, config.tiers, health)
+                feed = worker_feed(snapshots, health, asyncio.get_running_loop())
+                pages = [page("/metrics", live.render), *live_routes(feed)]
+                stack.enter_context(serving_health(health, config.metrics_host, config.metrics_port, pages))
             await check_kafka(config)  # first: a wrong address should not cost the time to load a model
             joined = link.joined if link is not None else lambda group, member: None
-            worker = Worker(config, *build(config), on_ready=on_ready, health=health, joined=joined)
+            worker = Worker(
+                config,
+                *build(config, metrics),
+                on_ready=on_ready,
+                health=health,
+                joined=joined,
+                metrics=metrics,
+                on_serving=live.watch,
+                tracer=exporting.tracer,
+                snapshots=snapshots,
+            )
             await run_until_signal(worker, link)
     except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
         for error in _leaves(group):
@@ -60,6 +91,8 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
         if link is not None:
             link.refused()
         raise SystemExit(1) from None
+    finally:
+        exporting.close()
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -70,7 +103,9 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel, Admission]:
+def build(
+    config: WorkerConfig, metrics: Metrics | None = None
+) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel, Admission]:
     """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model, admission)."""
     num_threads = config.num_threads or os.cpu_count() or 1
     limits = RunnerLimits(
@@ -129,12 +164,14 @@ def build(config: WorkerConfig) -> tuple[ModelFacts, TorchRunner, Scheduler, Ste
     )
     cost = _cost_model(runner, step_model, config.max_num_batched_tokens)
     scheduler = Scheduler(scheduler_config, queue, cost, StepBudget(step_model))
-
-    def load() -> tuple[int, int]:
-        stats = scheduler.stats()
-        return stats.num_running, stats.num_blocks_used * config.block_size
-
-    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
+    if metrics is not None:
+        metrics.model_loaded(
+            loaded.name,
+            config.block_size * loaded.bytes_per_token,
+            (cost.copy_out_seconds_per_block, cost.copy_in_seconds_per_block),
+            lambda num_tokens: cost.prefill_seconds(num_tokens, 0),
+        )
+    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
 
 
 def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Self
 
-VARIABLE = "CAROUSEL_SUPERVISOR_LINK"  # supervisor's process id : file descriptor
+VARIABLE = "CAROUSEL_SUPERVISOR_LINK"  # supervisor's process id : file descriptor : restarts so far
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 20.0  # an orphan that has not handed over and ended by then cannot
 
@@ -23,9 +23,10 @@ _ORPHAN_S = 20.0  # an orphan that has not handed over and ended by then cannot
 class SupervisorLink:
     """Where a supervised worker reports to."""
 
-    def __init__(self, end: socket.socket, supervisor_pid: int) -> None:
+    def __init__(self, end: socket.socket, supervisor_pid: int, num_restarts: int) -> None:
         self._end = end
         self._supervisor_pid = supervisor_pid
+        self.num_restarts = num_restarts  # of the worker, before this process
 
     @classmethod
     def from_environment(cls) -> Self | None:
@@ -34,8 +35,8 @@ class SupervisorLink:
         words = os.environ.pop(VARIABLE, "")  # processes that this one starts are not supervised
         if not words:
             return None
-        supervisor_pid, descriptor = map(int, words.split(":"))
-        link = cls(socket.socket(fileno=descriptor), supervisor_pid)
+        supervisor_pid, descriptor, num_restarts = map(int, words.split(":"))
+        link = cls(socket.socket(fileno=descriptor), supervisor_pid, num_restarts)
         os.set_inheritable(descriptor, False)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

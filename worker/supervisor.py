@@ -140,6 +140,7 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._was_ready = False
         self._num_signals = 0
+        self._num_restarts = 0
 
     async def run(self) -> int:
         """The exit status: the worker's, or 128 + the signal that ended it."""
@@ -165,7 +166,8 @@ class Supervisor:
                     flush=True,
                 )
                 return status
-            self._say("supervisor.restarting", how=_how(code), again_in=pause)
+            self._num_restarts += 1
+            self._say("supervisor.restarting", how=_how(code), again_in=pause, restarts=self._num_restarts)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
                 return status
@@ -194,7 +196,7 @@ class Supervisor:
                 self._command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=os.environ | {VARIABLE: f"{os.getpid()}:{theirs.fileno()}"},
+                env=os.environ | {VARIABLE: f"{os.getpid()}:{theirs.fileno()}:{self._num_restarts}"},
                 start_new_session=True,  # Ctrl-C is for us, and we pass it on once
             )
         self._child = _Child(process)

@@ -1,132 +1,127 @@
-"""Logs and traces: every event key and span name of the worker in one place."""
+"""What the worker tells of itself: logs, metrics and spans, and where in a request's life each is told."""
 
-import logging
-import sys
-import time
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import structlog
-from opentelemetry import propagate, trace
-from opentelemetry.propagators.textmap import Getter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import SpanKind
 
-from schemas.records import End
+from schemas.reply_log import ReplyLog
+from schemas.topics import Tier
+from worker.call import Call, Outcome
+from worker.engine.outputs import EngineEvent, StepRecord
+from worker.engine.protocols import Clock
+from worker.logs import log_finished
+from worker.loop import StepTimes
+from worker.metrics import Metrics, Served
+from worker.snapshots import Snapshots
+from worker.tracing import RequestTrace, Tracing, operation_of
+from worker.transport.protocols import Delivery
 
-log = structlog.get_logger(__name__)
-REPEAT_S = 30.0  # a library's line is logged once in this time: a broker that is gone makes aiokafka log without end
-_TRACER = "carousel.worker"
 
+class Telemetry:
+    """Of one worker: a StepObserver, and what the server tells of its requests. Used on the event loop."""
 
-class RequestSpan:
-    """The span of one request, child of its producer's (semantic conventions for messaging)."""
+    def __init__(self, metrics: Metrics, tracing: Tracing, snapshots: Snapshots | None = None) -> None:
+        self.metrics = metrics
+        self._tracing = tracing
+        self._snapshots = snapshots
 
-    def __init__(self, topic: str, headers: Sequence[tuple[str, bytes]]) -> None:
-        parent = propagate.extract(headers, getter=_HeaderGetter())
-        self._span = trace.get_tracer(_TRACER).start_span(
-            f"process {topic}",
-            context=parent,
-            kind=SpanKind.CONSUMER,
-            attributes={
-                "messaging.system": "kafka",
-                "messaging.operation.name": "process",
-                "messaging.operation.type": "process",
-                "messaging.destination.name": topic,
-            },
+    @classmethod
+    def unheard(cls, worker: str, tiers: Mapping[str, Tier], model: str, clock: Clock) -> Self:
+        """Nobody asks for its metrics, and nothing is traced."""
+        metrics = Metrics(worker, tiers)
+        metrics.model_loaded(model)
+        return cls(metrics, Tracing(None, clock, model))
+
+    # Steps
+
+    def step(self, record: StepRecord, times: StepTimes, events: Sequence[EngineEvent]) -> None:
+        self.metrics.step(record, times, events)
+        self._tracing.step(record)
+        if self._snapshots is not None:
+            self._snapshots.observe(record)
+
+    def step_failed(self) -> None:
+        self.metrics.step_failed()
+
+    # Requests
+
+    def trace(self, delivery: Delivery) -> RequestTrace:
+        """The trace of a record that was taken in just now."""
+        return RequestTrace(self._tracing, delivery.source, delivery.headers, len(delivery.value or b""))
+
+    def bind(self, delivery: Delivery, trace: RequestTrace, correlation_id: str | None = None) -> None:
+        """Log lines of the running task carry the ids of its record from now on."""
+        source = delivery.source
+        structlog.contextvars.bind_contextvars(
+            correlation_id=correlation_id,
+            trace_id=trace.trace_id,
+            span_id=trace.span_id,
+            lane=source.topic,
+            partition=source.partition,
+            offset=source.offset,
         )
 
-    @property
-    def trace_id(self) -> str:
-        return trace.format_trace_id(self._span.get_span_context().trace_id)
+    def describe(self, call: Call) -> None:
+        """Its headers are read, or cannot be."""
+        call.trace.describe(
+            correlation_id=call.correlation_id,
+            tier=call.delivery.lane,
+            tenant=call.tenant,
+            priority=call.tier.priority(call.headers.priority),
+        )
 
-    @property
-    def traceparent(self) -> str | None:
-        """W3C trace context of this span, for the reply's `begin` and `end`; None while nothing is traced."""
-        carrier: dict[str, str] = {}
-        propagate.inject(carrier, context=trace.set_span_in_context(self._span))
-        return carrier.get("traceparent")
+    def delayed(self, call: Call) -> None:
+        """It has to wait for its tenant's quota."""
+        call.trace.delayed()
+        self.metrics.throttled(call.tenant)
 
-    def record_end(self, outcome: str, end: End | None) -> None:
-        self._span.set_attribute("llm.outcome", outcome)
-        if end is None or end.usage is None:
+    def begun(self, call: Call, attempt: int | None, resumed: ReplyLog | None) -> None:
+        """Its `begin` counts, at offset `attempt`. resumed: the log that it goes on after."""
+        structlog.contextvars.bind_contextvars(attempt=attempt)
+        if resumed is not None:
+            call.trace.joins(resumed.earlier_trace)
+        kind = "resumed" if call.num_resumed else "first" if resumed is None and call.num_attempts == 1 else "restarted"
+        self.metrics.begun(call.delivery.lane, kind)
+
+    def finished(self, call: Call, outcome: Outcome) -> None:
+        """Its service is over. Again: nothing."""
+        if call.is_over:
             return
-        reasons = end.finish_reason if isinstance(end.finish_reason, tuple) else (end.finish_reason,)
-        self._span.set_attributes(
-            {
-                "gen_ai.response.finish_reasons": [reason.value for reason in reasons],
-                "gen_ai.usage.input_tokens": end.usage.prompt_tokens,
-                "gen_ai.usage.output_tokens": end.usage.completion_tokens,
-            }
+        call.is_over = True
+        source, events, request = call.delivery.source, call.events, call.request
+        served = Served(
+            tier=call.delivery.lane,
+            topic=source.topic,
+            outcome=outcome.value,
+            end=call.end,
+            process_seconds=self._tracing.clock.now() - call.taken_in,
+            operation=operation_of(request) if request is not None else "",
+            seated=events is not None and events.admitted_at is not None,
+            resumed=call.num_resumed > 0,
+            tpot=None if events is None else events.seconds_per_token,
+            trace_id=call.trace.trace_id if call.trace.recorded else "",
+            fault="" if outcome in (Outcome.ANSWERED, Outcome.DUPLICATE) else outcome.value,
+        )
+        self.metrics.served(served)
+        if self._snapshots is not None and call.end is not None:
+            self._snapshots.finished(served.tier, call.end, served.tpot)
+        call.trace.finish(served.outcome, call.end, call.num_attempts, served.fault)
+        log_finished(
+            served.outcome,
+            call.end,
+            correlation_id=call.correlation_id,
+            tenant=call.tenant,
+            tier=call.delivery.lane,
+            input=source.to_fields(),
+            attempts=call.num_attempts,
+            trace_id=call.trace.trace_id,
+            span_id=call.trace.span_id,
         )
 
-    def finish(self) -> None:
-        self._span.end()
-
-
-def log_finished(outcome: str, end: End | None, **request: object) -> None:
-    """The canonical line of a finished request; `request`: what tells it from others."""
-    log.info(
-        "request.finished",
-        outcome=outcome,
-        **request,
-        finish_reason=end.finish_reason if end else None,
-        error=end.error.code if end and end.error else None,
-        prompt_tokens=end.usage.prompt_tokens if end and end.usage else None,
-        completion_tokens=end.usage.completion_tokens if end and end.usage else None,
-        queued_ms=end.timing.queued_ms if end and end.timing else None,
-        ttft_ms=end.timing.ttft_ms if end and end.timing else None,
-        total_ms=end.timing.total_ms if end and end.timing else None,
-    )
-
-
-class _HeaderGetter(Getter[Sequence[tuple[str, bytes]]]):
-    """Kafka headers may repeat: the last one counts (protocol.md 2)."""
-
-    def get(self, carrier: Sequence[tuple[str, bytes]], key: str) -> list[str] | None:
-        values = [value for name, value in carrier if name == key and value is not None]
-        return [values[-1].decode("utf-8", "replace")] if values else None
-
-    def keys(self, carrier: Sequence[tuple[str, bytes]]) -> list[str]:
-        return [name for name, _ in carrier]
-
-
-class _OnceInAWhile(logging.Filter):
-    """Lets the same line of the same logger through once in REPEAT_S."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logged_at: dict[tuple[str, str], float] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        key, now = (record.name, str(record.msg)), time.monotonic()
-        if now - self._logged_at.get(key, -REPEAT_S) < REPEAT_S:
-            return False
-        self._logged_at[key] = now
-        return True
-
-
-def start_telemetry(worker: str, level: str, json_lines: bool) -> None:
-    """Sets structlog, the libraries' loggers and the tracer up. Logs go to stderr: stdout is for `ready`."""
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info if json_lines else _as_it_is,
-            structlog.processors.JSONRenderer(sort_keys=False) if json_lines else structlog.dev.ConsoleRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_OnceInAWhile())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s %(message)s")
-    trace.set_tracer_provider(
-        TracerProvider(resource=Resource.create({"service.name": "carousel-worker", "service.instance.id": worker}))
-    )
-
-
-def _as_it_is(_logger: object, _name: str, event: Mapping[str, object]) -> Mapping[str, object]:
-    return event
+    def unanswerable(self, delivery: Delivery, trace: RequestTrace, reason: str, buried: bool) -> None:
+        """A record without a usable reply address: it is on the DLQ, or another worker's now."""
+        outcome = Outcome.DEAD_LETTER if buried else Outcome.LOST
+        topic, fault = delivery.source.topic, reason if buried else outcome.value
+        self.metrics.served(Served(delivery.lane, topic, outcome.value, None, 0.0, fault=fault))
+        trace.finish(outcome.value, None, 0, fault)

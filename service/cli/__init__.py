@@ -9,11 +9,13 @@ import typer
 from service.cli import dlq, topics
 from service.cli.broker import broker
 from service.cli.cancel import cancel
+from service.cli.console import console
 from service.cli.demo import demo
 from service.cli.reap import reap
 from service.cli.simulate import simulate
 from service.cli.status import status
 from service.cli.submit import submit
+from service.cli.top import top
 
 app = typer.Typer(
     name="carousel",
@@ -71,6 +73,8 @@ def worker(context: typer.Context) -> None:
 app.command()(submit)
 app.command()(cancel)
 app.command()(status)
+app.command()(top)
+app.command()(console)
 app.add_typer(dlq.app, name="dlq")
 app.command()(reap)
 app.command()(simulate)

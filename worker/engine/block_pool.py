@@ -83,6 +83,15 @@ class BlockPool:
             return BlockState.DRAINING
         return BlockState.CACHED if block_id in self._cached else BlockState.FREE
 
+    def states(self) -> bytes:
+        """The state of every block, a byte each: its place among the BlockStates. O(blocks)."""
+        found = bytearray(map(bool, self._refs))
+        for block_id in self._cached:
+            found[block_id] = 2
+        for block_id in self._draining:
+            found[block_id] = 3
+        return bytes(found)
+
     def allocate(self, num_blocks: int) -> list[int]:
         """Takes num_blocks free blocks for one table each, all or none. Asserts that there are as many."""
         assert 0 <= num_blocks <= self.num_free, f"{num_blocks} blocks asked for, {self.num_free} free"

@@ -100,12 +100,21 @@ class SampledToken(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
+class CopySeconds(NamedTuple):
+    """How long the copies of a step took."""
+
+    swap_out: float
+    copy: float
+    swap_in: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     step: int
     tokens: dict[int, SampledToken] = field(default_factory=dict)  # seq_id -> token, for `samples` sequences
     failed: dict[int, str] = field(default_factory=dict)  # seq_id -> what went wrong; its request ends with an error
     failed_copies: tuple[BlockCopy, ...] = ()  # of the plan's; what they should have brought is computed again
+    copy_seconds: CopySeconds | None = None  # None: the plan had no copies, or nobody measured
 
 
 class TokenEvent(NamedTuple):
@@ -152,6 +161,8 @@ class Preemption:
     mode: Literal["swap", "recompute"]
     num_tokens: int  # computed tokens that left the device pool
     beneficiary: str  # request id; its own when nobody else could give way
+    lane: str = "default"
+    num_blocks: int = 0  # of its table
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,8 @@ class StepRecord:
     num_copied_blocks: int = 0  # copy-on-write
     num_cached_tokens: int = 0  # that sequences seated in this step found computed
     num_recomputed_tokens: int = 0  # that sequences seated in this step had computed before, and lost
+    num_new_prompt_tokens: int = 0  # of the prompts in which num_cached_tokens were looked for
+    seated: tuple[tuple[str, int], ...] = ()  # (request id, choice) that took a seat in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +209,6 @@ class EngineStats:
     total_failed_copies: int = 0
     total_cached_tokens: int = 0
     total_recomputed_tokens: int = 0
+    total_new_prompt_tokens: int = 0
+    running_by_lane: dict[str, int] = field(default_factory=dict)
+    waiting_by_lane: dict[str, int] = field(default_factory=dict)

@@ -56,6 +56,7 @@ class _Totals:
     failed_copies: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    new_prompt_tokens: int = 0
 
     def take(self, draft: StepDraft) -> None:
         num_swaps = sum(preemption.mode == "swap" for preemption in draft.preempted)
@@ -63,6 +64,7 @@ class _Totals:
         self.recomputes += len(draft.preempted) - num_swaps
         self.cached_tokens += draft.num_cached_tokens
         self.recomputed_tokens += draft.num_recomputed_tokens
+        self.new_prompt_tokens += draft.num_new_prompt_tokens
 
 
 class Scheduler:
@@ -109,6 +111,10 @@ class Scheduler:
         """What the last applied step did; None before the first."""
         return self._last_record
 
+    def load(self) -> tuple[int, int]:
+        """What a step decodes now, at most: (sequences with a seat, tokens that their blocks hold)."""
+        return len(self._running), self._blocks.device.num_used * self.config.block_size
+
     def stats(self) -> EngineStats:
         device, host, totals = self._blocks.device, self._blocks.host, self._totals
         return EngineStats(
@@ -125,7 +131,30 @@ class Scheduler:
             total_failed_copies=totals.failed_copies,
             total_cached_tokens=totals.cached_tokens,
             total_recomputed_tokens=totals.recomputed_tokens,
+            total_new_prompt_tokens=totals.new_prompt_tokens,
+            running_by_lane=dict(self._planner.seats_by_lane),
+            waiting_by_lane=dict(self._planner.waiting_by_lane),
         )
+
+    @property
+    def seated(self) -> tuple[Sequence, ...]:
+        """Those with a seat, most urgent first; to look at only."""
+        return tuple(self._running)
+
+    def waiting_by_lane(self) -> dict[str, tuple[int, float]]:
+        """lane -> (sequences that wait for a seat, earliest arrival among them). O(unfinished)."""
+        found: dict[str, tuple[int, float]] = {}
+        for sequences in self._unfinished.values():
+            for seq in sequences:
+                if seq.status is SequenceStatus.WAITING:
+                    lane, arrival = seq.request.lane, seq.request.arrival
+                    count, earliest = found.get(lane, (0, arrival))
+                    found[lane] = count + 1, min(earliest, arrival)
+        return found
+
+    def block_states(self) -> tuple[bytes, bytes]:
+        """BlockPool.states of the device pool and of the host pool. O(blocks)."""
+        return self._blocks.device.states(), self._blocks.host.states()
 
     def add(self, request: Request) -> list[EngineEvent]:
         """Takes a request in. Asserts a new id, and limits that the edge has checked (context, at least one token).
@@ -227,6 +256,8 @@ class Scheduler:
             num_copied_blocks=len(draft.copies),
             num_cached_tokens=draft.num_cached_tokens,
             num_recomputed_tokens=draft.num_recomputed_tokens,
+            num_new_prompt_tokens=draft.num_new_prompt_tokens,
+            seated=tuple([(seq.request.request_id, seq.choice) for seq in draft.admitted]),
         )
         return Flight(plan, tuple(draft.sequences), tuple(draft.movements), record)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
-from worker.engine.outputs import StepOutcome, StepPlan
+from worker.engine.outputs import CopySeconds, StepOutcome, StepPlan
 from worker.model.attention import LayerWorkspaces, PagedContext, forward
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
@@ -58,13 +58,13 @@ class TorchRunner:
         """
         assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
         self._input_batch.update(plan)
-        self._copy_blocks(plan)
+        copy_seconds = self._copy_blocks(plan) if plan.swap_outs or plan.copies or plan.swap_ins else None
         if not plan.scheduled:
-            return StepOutcome(plan.step)
+            return StepOutcome(plan.step, copy_seconds=copy_seconds)
         inputs = self._input_batch.prepare(plan)
         with torch.inference_mode():
             sampled = sample(self._forward(inputs), inputs.sampling)
-        outcome = StepOutcome(plan.step)
+        outcome = StepOutcome(plan.step, copy_seconds=copy_seconds)
         for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
             if token is None:
                 outcome.failed[seq_id] = _NO_DISTRIBUTION
@@ -89,12 +89,16 @@ class TorchRunner:
             seconds.append((time.perf_counter() - began) / count)
         return seconds[1], seconds[2]
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
+    def _copy_blocks(self, plan: StepPlan) -> CopySeconds:
         """In this order: a block that a swap-out or a copy reads may be the target of a later one."""
         device, host = self._cache.blocks, self._host_cache.blocks
+        began = time.perf_counter()
         copy_blocks(device, host, [(c.source, c.target) for c in plan.swap_outs])
+        swapped_out = time.perf_counter()
         copy_blocks(device, device, [(c.source, c.target) for c in plan.copies])
+        copied = time.perf_counter()
         copy_blocks(host, device, [(c.source, c.target) for c in plan.swap_ins])
+        return CopySeconds(swapped_out - began, copied - swapped_out, time.perf_counter() - copied)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """float32 logits [num_sampling, vocab_size], of the tokens that are drawn from."""

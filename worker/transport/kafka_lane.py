@@ -5,6 +5,7 @@ the code. Reading ahead is bounded per partition: what does not fit is not taken
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -77,6 +78,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._joined = joined
         self._trackers: dict[TopicPartition, OffsetTracker] = {}
         self._last_commit: dict[TopicPartition, OffsetAndMetadata] = {}
+        self._ends: dict[TopicPartition, int] = {}  # where partitions ended when somebody looked
         # Held from revocation to assignment: a commit in between is answered IllegalGeneration, aiokafka then drops
         # its member id, and the group re-balances for ever (research: a trial never settled again).
         self._assignment_gate = asyncio.Lock()
@@ -96,6 +98,29 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
     def partitions(self) -> list[int]:
         """Those that are assigned here."""
         return [p.partition for p in self._trackers]
+
+    def lags(self) -> dict[int, int]:
+        """Records in each partition here that are not taken in, as far as is known. For any thread."""
+        lags = {}
+        for partition, tracker in list(self._trackers.items()):
+            try:
+                fetched = self._consumer.highwater(partition)
+            except (AssertionError, AttributeError, KeyError):  # it went elsewhere just now
+                fetched = None
+            end = max(fetched or 0, self._ends.get(partition, 0))
+            lags[partition.partition] = max(0, end - tracker.expected)
+        return lags
+
+    def gaps(self) -> dict[int, int]:
+        """Offsets of each partition between what is to be committed and what is expected next. For any thread."""
+        return {p.partition: max(0, t.expected - t.position) for p, t in list(self._trackers.items())}
+
+    async def look_for_ends(self) -> None:
+        """Asks where the partitions end: one that is paused is not fetched from, so nothing else tells."""
+        partitions = list(self._trackers)
+        if partitions and self._assigned.is_set() and not self._stopping.is_set():
+            with contextlib.suppress(KafkaError):
+                self._ends = await self._consumer.end_offsets(partitions)
 
     @property
     def draining(self) -> bool:
@@ -330,6 +355,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 continue
             trackers = {p: _tracker(committed.get(p), begins[p], ends[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
+            self._ends = dict(ends)
             return trackers
         return {}
 

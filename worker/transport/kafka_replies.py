@@ -193,7 +193,7 @@ class KafkaReplies:
                 if dict(record.headers).get("correlation_id") == address.correlation_id:
                     reply = decode_reply(record.headers, record.value)
                     if reply is not None:
-                        seen.feed(record.offset, reply)
+                        seen.feed(record.offset, reply, record.headers)
                 if record.offset == until:
                     return seen
             if not batch and loop.time() - asked >= EXISTS_EVERY_S:

@@ -76,7 +76,7 @@ class MemorySink:
             if offset >= start and ("correlation_id", address.correlation_id) in record.headers:
                 reply = decode_reply(record.headers, record.value)
                 if reply is not None:
-                    seen.feed(offset, reply)
+                    seen.feed(offset, reply, record.headers)
         return seen
 
     def forget(self, address: ReplyAddress) -> None:

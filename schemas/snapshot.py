@@ -1,0 +1,146 @@
+"""What a worker shows of itself, several times a second, on its metrics port: read by the live page and `carousel top`.
+
+Everything of one moment is in one snapshot, so a reader that comes late or misses some is never wrong. Prompts and
+answers are not in it. As JSON, the named tuples are lists in the order of their fields; `columns` repeats those names.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
+
+VERSION = 1
+PERIOD_S = 0.25  # at most one snapshot in this time is made, however many look on
+BLOCK_STATES = ("free", "active", "cached", "draining")  # a block's character in `Pool.blocks` is the index here
+
+
+class Seat(NamedTuple):
+    """A sequence that has a seat. `place`: 0 to seats - 1, and the same as long as it sits."""
+
+    place: int
+    request: str  # its correlation id
+    choice: int
+    tier: str
+    tenant: str
+    state: str  # prefill, decode, paused, leaving
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_blocks: int
+    num_preemptions: int
+
+
+class Lane(NamedTuple):
+    """One tier's lane, as far as this worker has it."""
+
+    tier: str
+    num_seated: int
+    num_waiting: int  # sequences without a seat
+    oldest_age_s: float | None  # since the oldest of them was published
+    num_outstanding: int  # requests taken in and not done
+    num_unread: int  # records in Kafka, of the partitions that this worker has
+
+
+class Latency(NamedTuple):
+    """Times of a tier's requests that ended lately, against its targets; None: nothing ended, or no target."""
+
+    tier: str
+    num_requests: int
+    ttft_p50_ms: float | None
+    ttft_p95_ms: float | None
+    ttft_target_ms: float | None
+    tpot_p50_ms: float | None
+    tpot_p95_ms: float | None
+    tpot_target_ms: float | None
+    attained: float | None  # share of those requests that met every target of their tier
+
+
+class Step(NamedTuple):
+    """One step of the engine. `at`: seconds on `Snapshot.clock_s`'s clock."""
+
+    step: int
+    at: float
+    duration_ms: float
+    num_running: int
+    num_waiting: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_blocks_used: int
+    num_preempted: int
+
+
+class Preempted(NamedTuple):
+    """A sequence that lost its seat. `beneficiary`: the request that it gave way to."""
+
+    step: int
+    at: float
+    request: str
+    choice: int
+    cause: str  # seat, block
+    mode: str  # swap, recompute
+    num_tokens: int
+    beneficiary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A pool of KV blocks: a digit for each, see BLOCK_STATES."""
+
+    block_size: int  # tokens
+    blocks: str
+
+    def count(self, state: str) -> int:
+        return self.blocks.count(str(BLOCK_STATES.index(state)))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A worker at one moment."""
+
+    number: int
+    worker: str
+    model: str
+    clock_s: float  # seconds on a clock that only differences make sense of
+    reasons: tuple[str, ...]  # why it is not ready; none: it is
+    loop_lag_ms: float
+    num_seats: int
+    num_swaps: int  # since the start
+    num_recomputes: int
+    seats: tuple[Seat, ...]
+    lanes: tuple[Lane, ...]
+    latencies: tuple[Latency, ...]
+    steps: tuple[Step, ...]  # the last ones, oldest first
+    preempted: tuple[Preempted, ...]  # the last ones, oldest first
+    device: Pool
+    host: Pool  # what is active here is swapped out
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        fields |= {"version": VERSION, "columns": COLUMNS, "device": asdict(self.device), "host": asdict(self.host)}
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Raises ValueError for what is no snapshot of this version."""
+        try:
+            fields = json.loads(data)
+            version, _ = fields.pop("version"), fields.pop("columns")
+            rows = {name: tuple(kind(*row) for row in fields[name]) for name, kind in _ROWS.items()}
+            pools = {name: Pool(**fields[name]) for name in ("device", "host")}
+            found = cls(**(fields | rows | pools | {"reasons": tuple(fields["reasons"])}))
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise ValueError(f"this is no snapshot of a worker: {e}") from e
+        if version != VERSION:
+            raise ValueError(f"the worker's snapshots are of version {version}, this reads version {VERSION}")
+        return found
+
+
+_ROWS: dict[str, Any] = {
+    "seats": Seat,
+    "lanes": Lane,
+    "latencies": Latency,
+    "steps": Step,
+    "preempted": Preempted,
+}
+COLUMNS: dict[str, tuple[str, ...]] = {name: kind._fields for name, kind in _ROWS.items()}

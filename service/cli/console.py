@@ -1,0 +1,37 @@
+"""`carousel console`: the live page of a worker, from anywhere that reaches its metrics port."""
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from service.cli.top import DEFAULT_WORKER, WorkerOption
+
+MAX_PORT = 65535
+
+
+def console(
+    worker: WorkerOption = DEFAULT_WORKER,
+    host: Annotated[str, typer.Option(help="Listen on this address. There is no log-in: keep it local.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=MAX_PORT, help="Listen on this port; 0: any.")] = 8090,
+) -> None:
+    """Serve the live page of a worker: its seats turning, lanes, KV blocks, steps, preemptions, latencies.
+
+    The worker serves the same page at `/` of its --metrics-port. This one stays when the worker goes, and however many
+    look at it, the worker has one reader.
+
+    Example: `carousel worker --model tiny --metrics-port 9100`, then `carousel console`, and open what it prints
+    """
+    try:
+        module = importlib.import_module("worker.console")
+    except ModuleNotFoundError as error:
+        typer.echo(f"carousel: the page needs {error.name}: pip install 'carousel[worker]'", err=True)
+        raise typer.Exit(1) from None
+    name = f"[{host}]" if ":" in host else host
+    try:
+        module.run_console(worker, host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
+    except OSError as error:
+        typer.echo(f"carousel console: port {port} of {host} cannot be had: {error}. Give another --port", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

@@ -1,0 +1,209 @@
+"""`carousel top`: a worker's snapshots in the terminal."""
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from schemas.connection import ENV_PREFIX
+from schemas.snapshot import PERIOD_S, Lane, Latency, Pool, Seat, Snapshot
+from service.cli.tables import console, duration, printable, table
+
+DEFAULT_WORKER = "http://127.0.0.1:9100"
+TIMEOUT_S = 3.0
+MAX_BYTES = 16 * 2**20
+_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
+_POOL_WIDTH = 64
+_POOL_CELLS = {"free": "·", "active": "█", "cached": "░", "draining": "▒"}
+_HOST_CELLS = {"free": "·", "active": "S", "cached": "S", "draining": "▒"}
+
+
+def _url(value: str) -> str:
+    if not value.startswith(("http://", "https://")):
+        raise typer.BadParameter("an address such as http://127.0.0.1:9100: the worker's --metrics-port")
+    return value.rstrip("/")
+
+
+WorkerOption = Annotated[
+    str,
+    typer.Option(
+        metavar="URL", envvar=f"{ENV_PREFIX}WORKER_URL", callback=_url, help="The worker's --metrics-port, over HTTP."
+    ),
+]
+
+
+def top(
+    worker: WorkerOption = DEFAULT_WORKER,
+    every: Annotated[float, typer.Option(min=PERIOD_S, help="Seconds between looks.")] = 0.5,
+    seats: Annotated[int, typer.Option(min=0, help="How many seats to list.")] = 16,
+    once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and end.")] = False,
+) -> None:
+    """Watch a worker: who sits where, lanes, KV blocks, preemptions, latencies against their targets.
+
+    The same as the page that `carousel console` serves. Needs a worker with `--metrics-port`. Ctrl-C ends it.
+
+    Examples: `carousel top`, `carousel top --worker http://10.0.0.7:9100 --seats 64`, `carousel top --once`
+    """
+    if once or as_json:
+        try:
+            data = _fetch(worker)
+            shown = Snapshot.decode(data)
+        except (OSError, ValueError) as error:
+            typer.echo(f"carousel top: {_why(worker, error)}", err=True)
+            raise typer.Exit(1) from None
+        if as_json:
+            typer.echo(data.decode())
+        else:
+            console().print(picture(shown, seats))
+        return
+    try:
+        with Live(Text("..."), console=console(), auto_refresh=False, screen=console().is_terminal) as live:
+            while True:
+                live.update(_look(worker, seats), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _look(worker: str, num_seats: int) -> Group | Text:
+    try:
+        return picture(Snapshot.decode(_fetch(worker)), num_seats)
+    except (OSError, ValueError) as error:
+        return Text(_why(worker, error), "red")
+
+
+def _fetch(worker: str) -> bytes:
+    """Raises OSError."""
+    try:
+        with urllib.request.urlopen(f"{worker}/snapshot", timeout=TIMEOUT_S) as response:  # noqa: S310 http(s) only
+            return bytes(response.read(MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            words = error.read(1000).decode(errors="replace")
+        raise OSError(words if error.code == 503 else f"{error}; is it a worker's --metrics-port?") from None
+    except http.client.HTTPException as error:
+        raise OSError(f"that is no HTTP: {error}") from None
+
+
+def _why(worker: str, error: Exception) -> str:
+    return f"nothing to see at {worker}: {error}"
+
+
+def picture(shown: Snapshot, num_seats: int) -> Group:
+    """All of it; of the seats the first num_seats that are taken."""
+    styles = {lane.tier: _STYLES[i % len(_STYLES)] for i, lane in enumerate(shown.lanes)}
+    state = Text("; ".join(shown.reasons), "red") if shown.reasons else Text("ready", "green")
+    head = Text.assemble(printable(shown.worker), " serves ", printable(shown.model), ": ", state)
+    parts: list[object] = [head, _figures(shown), Text(), _ring(shown, styles), Text()]
+    parts += [_lanes(shown.lanes, shown.latencies, styles), Text()]
+    parts += [_blocks("KV blocks", shown.device, _POOL_CELLS)]
+    if shown.host.blocks:
+        parts += [_blocks("host (S: swapped out)", shown.host, _HOST_CELLS)]
+    parts += [Text(), _seats(shown.seats, num_seats, styles), *_preemptions(shown)]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def _figures(shown: Snapshot) -> Text:
+    steps = shown.steps
+    seconds = max(shown.clock_s - steps[0].at, 1e-3) if steps else 1.0
+    used = shown.device.count("active") + shown.device.count("draining")
+    share = 100 * used / max(1, len(shown.device.blocks))
+    return Text(
+        f"seats {len(shown.seats)}/{shown.num_seats}   waiting {sum(lane.num_waiting for lane in shown.lanes)}   "
+        f"KV {share:.0f} %   steps/s {len(steps) / seconds:.1f}   "
+        f"tokens/s out {sum(step.num_decode_tokens for step in steps) / seconds:.0f}   "
+        f"swaps {shown.num_swaps}   recomputes {shown.num_recomputes}   loop lag {shown.loop_lag_ms:.0f} ms"
+    )
+
+
+def _ring(shown: Snapshot, styles: dict[str, str]) -> Text:
+    """A character a seat: who sits there, by tier; small while it prefills."""
+    cells = [("·", "dim")] * shown.num_seats
+    for seat in shown.seats:
+        letter = seat.tier[:1].upper() if seat.state != "prefill" else seat.tier[:1].lower()
+        cells[seat.place] = ("=" if seat.state == "paused" else letter, styles.get(seat.tier, ""))
+    text = Text("seats  ")
+    for place, (letter, style) in enumerate(cells):
+        if place and place % _POOL_WIDTH == 0:
+            text.append("\n       ")
+        text.append(letter, style)
+    return text
+
+
+def _lanes(lanes: tuple[Lane, ...], latencies: tuple[Latency, ...], styles: dict[str, str]) -> object:
+    numbers = ("seats", "waiting", "oldest", "unread", "TTFT p95", "TPOT p95", "met")
+    made = table("lane", *numbers, right=numbers)
+    by_tier = {latency.tier: latency for latency in latencies}
+    for lane in lanes:
+        times = by_tier[lane.tier]
+        made.add_row(
+            Text(lane.tier, styles[lane.tier]),
+            str(lane.num_seated),
+            str(lane.num_waiting),
+            duration(lane.oldest_age_s),
+            str(lane.num_unread),
+            _against(times.ttft_p95_ms, times.ttft_target_ms),
+            _against(times.tpot_p95_ms, times.tpot_target_ms),
+            "-" if times.attained is None else f"{100 * times.attained:.1f} %",
+        )
+    return made
+
+
+def _against(value: float | None, target: float | None) -> Text:
+    if target is None:
+        return Text("-" if value is None else f"{value:.0f} ms")
+    shown = "-" if value is None else f"{value:.0f}"
+    return Text(f"{shown} of {target:.0f} ms", "red" if value is not None and value > target else "")
+
+
+def _blocks(name: str, pool: Pool, cells: dict[str, str]) -> Text:
+    """The map, a character for one block or for several: then the state that most of them have."""
+    counts = {state: pool.count(state) for state in cells}
+    size = max(1, -(-len(pool.blocks) // (_POOL_WIDTH * 8)))
+    letters = list(cells.values())
+    drawn = []
+    for start in range(0, len(pool.blocks), size):
+        group = pool.blocks[start : start + size]
+        drawn.append(letters[int(max("0123", key=group.count))])
+    lines = ["".join(drawn[i : i + _POOL_WIDTH]) for i in range(0, len(drawn), _POOL_WIDTH)]
+    told = ", ".join(f"{cells[state]} {state} {count}" for state, count in counts.items() if count)
+    return Text("\n".join([f"{name}: {told}", *lines]))
+
+
+def _seats(seats: tuple[Seat, ...], limit: int, styles: dict[str, str]) -> object:
+    numbers = ("seat", "prompt", "answer", "of", "blocks", "displaced")
+    made = table("seat", "request", "tier", "tenant", "state", *numbers[1:], right=numbers)
+    for seat in sorted(seats)[:limit]:
+        made.add_row(
+            str(seat.place + 1),
+            printable(seat.request[:36]),
+            Text(seat.tier, styles.get(seat.tier, "")),
+            printable(seat.tenant),
+            seat.state,
+            str(seat.num_prompt_tokens),
+            str(seat.num_output_tokens),
+            str(seat.max_tokens),
+            str(seat.num_blocks),
+            str(seat.num_preemptions),
+        )
+    return made
+
+
+def _preemptions(shown: Snapshot) -> list[Text]:
+    return [
+        Text.assemble(
+            f"step {each.step}: ",
+            printable(each.request[:36]),
+            f" gave a {each.cause} to ",
+            printable(each.beneficiary[:36]),
+            f" ({each.mode}, {each.num_tokens} tokens)",
+        )
+        for each in reversed(shown.preempted[-5:])
+    ]

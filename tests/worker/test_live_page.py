@@ -1,0 +1,149 @@
+"""The live page in a real browser: under load, with preemptions, wide and narrow, by keyboard and without motion."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.worker.chromium import Page, find_browser
+from tests.worker.showing import Showing
+from worker.health_server import serving_health
+from worker.live import live_routes, worker_feed
+
+pytestmark = pytest.mark.browser
+HOSTILE = "<img src=x onerror=document.title='taken'>"
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    browser = find_browser()
+    if browser is None:
+        pytest.skip("no Chromium: install Debian's package chromium, or let CHROMIUM name a browser")
+    with Page(browser) as opened:
+        yield opened
+
+
+async def _shown(show: Showing, look: Callable[[str], None]) -> None:
+    await asyncio.to_thread(look, f"http://127.0.0.1:{show.port}/")
+
+
+@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True)])
+async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, dark: bool):
+    """256 seats and 8,192 blocks: it turns, shows a preemption, fits the width, and the console has no complaint."""
+
+    def look(url: str) -> None:
+        page.view(width, height, dark=dark)
+        page.load(url)
+        page.until("document.body.dataset.snapshots > 4")
+        before = page.value("document.querySelector('#turning').style.transform")
+        page.until("document.querySelector('.displaced') !== null", "a preemption")
+        page.screenshot(tmp_path / f"live-{width}.png")
+        assert page.value("document.querySelectorAll('#turning g').length") == 256
+        assert page.value("document.querySelectorAll('#turning .taken').length") == 256
+        assert page.value("document.querySelector('#turning').style.transform") != before
+        assert page.value("document.querySelector('#state').textContent") == "ready"
+        assert " gave a seat to " in page.value("document.querySelector('#preempted li').textContent")
+        assert page.value("document.documentElement.scrollWidth") == width
+        counts = page.value(
+            "[...document.querySelectorAll('#l-device li')].map((li) => +li.textContent.replace(/\\D/g, ''))"
+        )
+        assert sum(counts) == 8192
+        colours = page.value(
+            "(() => { const c = document.querySelector('#device'), d = c.getContext('2d')"
+            ".getImageData(0, 0, c.width, c.height).data, s = new Set();"
+            "for (let i = 0; i < d.length; i += 4) s.add(d.slice(i, i + 4).join()); return s.size; })()"
+        )
+        assert colours >= 3  # two states at least, and the gaps between the blocks
+        assert page.problems == []
+
+    async with Showing().running() as show:
+        await show.load(batch=250, interactive=12)
+        await _shown(show, look)
+    assert (tmp_path / f"live-{width}.png").stat().st_size > 20_000
+    print(f"screenshot: {tmp_path}/live-{width}.png")
+
+
+async def test_keyboard_and_screen_reader(page: Page):
+    """The seats are a list box that the arrows go through; regions, tables and the log of preemptions have names."""
+
+    def look(url: str) -> None:
+        page.view(1280, 800)
+        page.load(url)
+        page.until("document.body.dataset.snapshots > 1")
+        page.value("document.querySelector('#seats').focus()")
+        page.press("ArrowRight")
+        page.press("ArrowRight")
+        assert page.value("document.querySelector('#seats').getAttribute('aria-activedescendant')") == "seat1"
+        assert page.value("document.querySelector('#told').textContent").startswith("Seat 2: batch-")
+        page.press("End")
+        assert page.value("document.querySelector('[aria-selected=true]').id") == "seat7"
+        page.value("document.querySelector('#d-seats').open = true")
+        page.until("document.querySelectorAll('#t-seats tbody tr').length === 8")
+        roles = page.roles()
+        assert len(roles["option"]) == 8
+        assert any(name.startswith("seat 3: batch-") for name in roles["option"])
+        assert {"Table of seats", "Table of lanes", "Table of latencies", "Seats", "KV blocks", "Steps"} <= set(
+            roles["region"]
+        )
+        assert roles["log"] == ["Preemptions, newest first"]
+        assert all(name for role in ("image", "button", "listbox", "heading") for name in roles[role])
+        assert page.problems == []
+
+    async with Showing(seats=8, blocks=512).running() as show:
+        for _ in range(8):
+            show.serve(show.request("batch", max_tokens=1900))
+        await _shown(show, look)
+
+
+async def test_reduced_motion_and_pause(page: Page):
+    """Who wants no motion sees none, and Pause stops what is shown until Go on."""
+
+    def look(url: str) -> None:
+        page.view(390, 844, still=True)
+        page.load(url)
+        page.until("document.body.dataset.snapshots > 6")
+        assert page.value("document.querySelector('#turning').style.transform") == ""
+        assert page.value("getComputedStyle(document.querySelector('#turning')).transitionProperty") == "none"
+        page.value("document.querySelector('#pause').click()")
+        seen = page.value("document.body.dataset.snapshots")
+        page.value("new Promise((done) => setTimeout(done, 800))")
+        assert page.value("document.body.dataset.snapshots") == seen
+        page.value("document.querySelector('#pause').click()")
+        page.until(f"document.body.dataset.snapshots > {seen}")
+        assert page.problems == []
+
+    async with Showing(seats=8, blocks=128).running() as show:
+        await show.load(batch=8, interactive=1)
+        await _shown(show, look)
+
+
+async def test_what_a_caller_wrote_is_text(page: Page):
+    """A correlation id that is HTML is shown as it is written."""
+
+    def look(url: str) -> None:
+        page.view(1280, 800)
+        page.load(url)
+        page.value("document.querySelector('#d-seats').open = true")
+        page.until("document.querySelectorAll('#t-seats tbody tr').length === 1")
+        assert HOSTILE in page.value("document.querySelector('#t-seats').textContent")
+        assert page.value("document.querySelectorAll('img').length") == 0
+        assert page.value("document.title") == "Carousel"
+
+    async with Showing(seats=4, blocks=128).running() as show:
+        show.serve(show.request("batch", name=HOSTILE, max_tokens=1900))
+        await _shown(show, look)
+
+
+async def test_a_worker_that_goes(page: Page):
+    """The page says that it is not connected, and goes on by itself when a worker is there again."""
+    show = Showing(seats=4, blocks=128)
+    loop = asyncio.get_running_loop()
+    async with show.running():
+        port = show.port
+        await asyncio.to_thread(page.load, f"http://127.0.0.1:{port}/")
+        await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")
+    await asyncio.to_thread(page.until, "document.querySelector('#state').textContent.startsWith('not connected')")
+    routes = live_routes(worker_feed(show.snapshots, show.health, loop))
+    with serving_health(show.health, "127.0.0.1", port, routes):
+        await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")

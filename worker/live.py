@@ -1,0 +1,125 @@
+"""The live page and its server-sent events: one feed of snapshots for all who look on, in a worker or in a console."""
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from schemas.snapshot import PERIOD_S, Snapshot
+from worker.health import Health
+from worker.snapshots import Snapshots
+
+MAX_VIEWERS = 32
+TAKE_S = 1.0  # for a snapshot; a page that stops turning says why
+HEAD_S = 10.0  # something is sent at least so often, so that a viewer who left is noticed
+
+
+class Away(Exception):
+    """There is no snapshot now; the message says why."""
+
+
+class Feed:
+    """Snapshots as JSON, at most one in PERIOD_S, whoever asks. Belongs to one event loop.
+
+    take: gets the next one, or raises Away.
+    """
+
+    def __init__(self, take: Callable[[], Awaitable[bytes]]) -> None:
+        self._take = take
+        self._lock = asyncio.Lock()
+        self._latest = b""
+        self._taken_at = float("-inf")
+        self._reason: str | None = None
+        self.num_viewers = 0
+
+    async def latest(self) -> bytes:
+        """The last one, not older than PERIOD_S. Raises Away."""
+        async with self._lock:
+            if time.monotonic() - self._taken_at >= PERIOD_S:
+                try:
+                    self._latest, self._reason = await self._take(), None
+                except Away as away:
+                    self._reason = str(away)
+                self._taken_at = time.monotonic()
+            if self._reason is not None:
+                raise Away(self._reason)
+            return self._latest
+
+
+def worker_feed(snapshots: Snapshots, health: Health, loop: asyncio.AbstractEventLoop) -> Feed:
+    """A feed for the thread that serves: snapshots are taken on `loop`, the worker's, and encoded here."""
+
+    async def take_there() -> Snapshot | None:
+        return snapshots.take()
+
+    async def take() -> bytes:
+        if health.engine is None:
+            raise Away("; ".join(health.not_ready()))
+        taking = asyncio.run_coroutine_threadsafe(take_there(), loop)
+        try:
+            snapshot = await asyncio.wait_for(asyncio.wrap_future(taking), TAKE_S)
+        except TimeoutError:
+            raise Away("the worker's event loop is held up") from None
+        assert snapshot is not None, "an engine does not go away"
+        return snapshot.encode()
+
+    return Feed(take)
+
+
+def live_routes(feed: Feed) -> list[Route]:
+    """`/` the page, `/events` the stream of snapshots, `/snapshot` one of them."""
+    html = Path(__file__).with_name("live.html").read_text()
+    headers = {"Content-Security-Policy": _policy(html), "Cache-Control": "no-cache"}
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(html, headers=headers)
+
+    async def snapshot(request: Request) -> Response:
+        try:
+            return Response(await feed.latest(), media_type="application/json")
+        except Away as away:
+            return PlainTextResponse(str(away), status_code=503)
+
+    async def events(request: Request) -> Response:
+        if feed.num_viewers >= MAX_VIEWERS:
+            return PlainTextResponse(f"{MAX_VIEWERS} viewers look on already", status_code=503)
+        stream = _events(feed, request.app.state.stopping)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    return [Route("/", page), Route("/snapshot", snapshot), Route("/events", events)]
+
+
+async def _events(feed: Feed, stopping: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """A snapshot as soon as there is another one; `away` with the reason while there is none."""
+    feed.num_viewers += 1
+    sent, sent_at = b"", time.monotonic()
+    try:
+        yield b"retry: 1000\n\n"
+        while not stopping():
+            try:
+                event = b"data: " + await feed.latest() + b"\n\n"
+            except Away as away:
+                event = b"event: away\ndata: " + str(away).replace("\n", " ").encode() + b"\n\n"
+            if event != sent or time.monotonic() - sent_at > HEAD_S:
+                sent, sent_at = event, time.monotonic()
+                yield event
+            await asyncio.sleep(PERIOD_S)
+    finally:
+        feed.num_viewers -= 1
+
+
+def _policy(html: str) -> str:
+    """Nothing but what the page brings with it, by its hashes, may run or be loaded."""
+    hashes = {
+        tag: base64.b64encode(hashlib.sha256(re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[0].encode()).digest())
+        for tag in ("script", "style")
+    }
+    sources = "; ".join(f"{tag}-src 'sha256-{digest.decode()}'" for tag, digest in hashes.items())
+    return f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; {sources}"

@@ -1,0 +1,80 @@
+"""Logs: structlog's set-up, what the libraries may say, and the canonical line of a finished request."""
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import structlog
+
+from schemas.records import End
+
+log = structlog.get_logger("worker")
+REPEAT_S = 30.0  # a library's line is logged once in this time: a broker that is gone makes aiokafka log without end
+
+
+def log_finished(outcome: str, end: End | None, **request: object) -> None:
+    """The canonical line of a finished request; `request`: what tells it from others."""
+    usage = end.usage if end else None
+    timing = end.timing if end else None
+    log.info(
+        "request.finished",
+        outcome=outcome,
+        **request,
+        finish_reason=end.finish_reason if end else None,
+        error=end.error.code if end and end.error else None,
+        prompt_tokens=usage.prompt_tokens if usage else None,
+        completion_tokens=usage.completion_tokens if usage else None,
+        cached_tokens=usage.cached_tokens if usage else None,
+        queued_ms=timing.queued_ms if timing else None,
+        ttft_ms=timing.ttft_ms if timing else None,
+        total_ms=timing.total_ms if timing else None,
+        preemptions=end.preemptions.to_fields() if end and end.preemptions else None,
+    )
+
+
+class _OnceInAWhile(logging.Filter):
+    """Lets the same line of the same logger through once in REPEAT_S."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_at: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key, now = (record.name, str(record.msg)), time.monotonic()
+        if now - self._logged_at.get(key, -REPEAT_S) < REPEAT_S:
+            return False
+        self._logged_at[key] = now
+        return True
+
+
+def start_logging(worker: str, level: str, json_lines: bool) -> None:
+    """Sets structlog and the libraries' loggers up. Logs go to stderr: stdout is for `ready`."""
+
+    def add_worker(_logger: object, _name: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        event.setdefault("worker", worker)
+        return event
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            add_worker,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info if json_lines else _as_it_is,
+            structlog.processors.JSONRenderer(sort_keys=False) if json_lines else structlog.dev.ConsoleRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_OnceInAWhile())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s %(message)s")
+    # One line for each span that is dropped costs more than the span; that the endpoint fails, the exporter says.
+    logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.ERROR)
+
+
+def _as_it_is(_logger: object, _name: str, event: Mapping[str, object]) -> Mapping[str, object]:
+    return event
