@@ -1,5 +1,7 @@
 """What a worker sets for its process before it loads a model for the CPU: threads, and the kernels in C."""
 
+import time
+
 import structlog
 import torch
 
@@ -18,8 +20,11 @@ def prepare_cpu(num_threads: int, *, native_kernels: bool) -> None:
     if not native_kernels:
         native.disable()
         return
+    began = time.perf_counter()
     try:
         native.enable(default_cache_dir())
     except native.Unavailable as reason:
         native.disable()
         log.warning("native_kernels.unavailable", reason=str(reason))
+    else:
+        log.info("native_kernels.loaded", seconds=round(time.perf_counter() - began, 2))  # many: they were compiled

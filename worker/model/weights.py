@@ -28,9 +28,10 @@ _REPEATS = 3
 # A layer stays as it was loaded only where that is clearly faster: packed, its results do not depend on the batch.
 _CLEARLY = 0.9
 _MAX_PRODUCTS = 1 << 31  # multiplications of one tuned product: the output head of 256 rows is no step's work
-# By how much packing may change logits, of their size. Rounding makes 1e-6 in float32.
+# By how much packing may change logits, of their size. Rounding makes 1e-6 in float32; in half precision it also makes
+# experts change places.
 _MAX_DIFFERENCE = {torch.float32: 1e-3}
-_MAX_DIFFERENCE_HALF = 0.1
+_MAX_DIFFERENCE_HALF = 0.2
 
 
 @dataclass(frozen=True, slots=True)
