@@ -114,7 +114,7 @@ def until(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Up and healthy, its image built from our Dockerfile on a stand-in base."""
-    if shutil.which("dockerd") is None or shutil.which("docker") is None:
+    if not all(map(shutil.which, ("dockerd", "docker", "iptables-save"))):
         pytest.skip("no container engine: install Debian's package docker.io")
     if os.geteuid() != 0:
         pytest.skip("a container engine of one's own needs root")
@@ -123,6 +123,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         made = Stack(folder)
     except Missing as reason:
         pytest.skip(str(reason))
+    rules = subprocess.run(["iptables-save"], capture_output=True, check=True).stdout  # the engine adds its own
     engine = made.start_engine()
     try:
         try:
@@ -144,6 +145,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         engine.wait(60)
         for mount in re.findall(rf"^\S+ ({folder}\S*)", Path("/proc/mounts").read_text(), re.MULTILINE):
             subprocess.run(["umount", mount], check=False)
+        subprocess.run(["iptables-restore"], input=rules, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 
