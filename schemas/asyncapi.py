@@ -243,6 +243,7 @@ def _dead_letter_headers() -> Schema:
             "kafka_dlt-original-offset": {"type": "string", "description": "8-byte big-endian integer"},
             "kafka_dlt-original-timestamp": {"type": "string", "description": "8-byte big-endian integer"},
             "kafka_dlt-exception-message": text,
+            "traceparent": {**text, "description": "the record's own, or the worker's where it has none"},
         },
         ["dlq_reason", "dlq_message"],
     )

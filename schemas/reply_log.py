@@ -22,6 +22,7 @@ class ReplyLog:
     first_begin: Begin | None = None  # the log's first: its seed counts
     oldest_input: InputRef | None = None  # over all begins, also after the end: the oldest request record owns the log
     end: End | None = None
+    num_begins: int = 0  # accepted
     begin_trace: str | None = None  # `traceparent` of the current attempt's begin
     earlier_trace: str | None = None  # of the attempt's before it
     end_trace: str | None = None  # of the end
@@ -47,6 +48,7 @@ class ReplyLog:
             case Begin():
                 accepted = self._feed_begin(offset, record)
                 if accepted:
+                    self.num_begins += 1
                     self.earlier_trace, self.begin_trace = self.begin_trace, read_traceparent(headers)
             case Tokens():
                 accepted = self._feed_tokens(offset, record)

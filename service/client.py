@@ -17,6 +17,7 @@ from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX, lane_topic
 from service.errors import StreamClosed
 from service.exchange import Call, Exchange
 from service.stream import Completion, ReplyStream
+from service.tracing import CallTrace
 
 
 class Client:
@@ -88,8 +89,8 @@ class Client:
         Exactly one of prompt, messages and token_ids; `fields` are the others of a request (max_tokens, temperature,
         stop, seed, n, logprobs, ...). deadline: seconds from then on, after which the answer is worthless. timeout:
         seconds without an event that are too many. key: of the Kafka record; turns of a conversation should share it.
-        trace: W3C headers (traceparent, tracestate, baggage). Raises RequestError at once for what the service would
-        refuse without looking at the model.
+        trace: W3C headers (traceparent, tracestate, baggage), in place of the current OpenTelemetry context.
+        Raises RequestError at once for what the service would refuse without looking at the model.
         """
         if self._exchange is None:
             raise StreamClosed("the client is not open: use `async with Client(...) as client`")
@@ -103,7 +104,7 @@ class Client:
             tenant=tenant if tenant is not None else self._tenant,
             priority=priority,
             deadline=deadline,
-            trace=tuple((trace or {}).items()),
+            trace=CallTrace(request, trace),
         )
         read_request_headers(
             write_request_headers(

@@ -5,7 +5,6 @@ How it looks is `service.cli.demo`.
 
 import asyncio
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,23 +60,16 @@ PROMPTS = (
 
 @dataclass(slots=True)
 class Answer:
-    """One request of the demonstration, as it grows. Times are seconds after the requests were sent."""
+    """One request of the demonstration, as it grows. Times are seconds."""
 
     prompt: DemoPrompt
     num_prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    first_token_at: float | None = None
-    last_token_at: float | None = None
+    ttft: float | None = None  # from its own sending: not all are sent at once
+    tpot: float | None = None
     end: End | None = None
     failure: ServiceError | None = None
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds per output token after the first."""
-        if self.first_token_at is None or self.last_token_at is None or len(self.token_ids) < 2:
-            return None
-        return (self.last_token_at - self.first_token_at) / (len(self.token_ids) - 1)
 
     @property
     def num_preemptions(self) -> int:
@@ -103,8 +95,9 @@ class Answer:
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.state,
-            "ttft": self.first_token_at,
+            "ttft": self.ttft,
             "tpot": self.tpot,
+            "preemptions": self.num_preemptions,
         }
 
 
@@ -120,7 +113,6 @@ async def ask(
 
     All at once; with `urgent_last` a tier waits until one below it is being answered, and then displaces it.
     """
-    start = time.monotonic()
     answering = {tier: asyncio.Event() for tier in TIERS}
 
     async def one(index: int, answer: Answer) -> None:
@@ -137,8 +129,8 @@ async def ask(
         try:
             async with stream:
                 async for event in stream:
-                    _take(answer, event, time.monotonic() - start)
-                    answer.text = stream.text
+                    _take(answer, event)
+                    answer.text, answer.ttft, answer.tpot = stream.text, stream.ttft, stream.tpot
                     if len(answer.token_ids) >= _UNDER_WAY_TOKENS or answer.end is not None:
                         answering[prompt.tier].set()
                     on_change(index)
@@ -150,7 +142,7 @@ async def ask(
     await asyncio.gather(*(one(index, answer) for index, answer in enumerate(answers)))
 
 
-def _take(answer: Answer, event: Begin | Tokens | End, at: float) -> None:
+def _take(answer: Answer, event: Begin | Tokens | End) -> None:
     match event:
         case Begin():
             answer.num_prompt_tokens = event.prompt_tokens
@@ -158,8 +150,6 @@ def _take(answer: Answer, event: Begin | Tokens | End, at: float) -> None:
                 answer.token_ids.clear()
         case Tokens():
             answer.token_ids.extend(event.token_ids)
-            answer.first_token_at = at if answer.first_token_at is None else answer.first_token_at
-            answer.last_token_at = at
         case End():
             answer.end = event
             if event.error is not None:
@@ -184,7 +174,7 @@ def summarise(answers: Sequence[Answer]) -> list[TierSummary]:
     summaries = []
     for tier in TIERS:
         mine = [answer for answer in answers if answer.prompt.tier == tier]
-        ttfts = [answer.first_token_at for answer in mine if answer.first_token_at is not None]
+        ttfts = [answer.ttft for answer in mine if answer.ttft is not None]
         tpots = [answer.tpot for answer in mine if answer.tpot is not None]
         summaries.append(
             TierSummary(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -12,12 +13,13 @@ from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from schemas.codec import DEFAULT_LIMITS, ContentType
 from schemas.connection import KafkaConnection
 from schemas.headers import write_request_headers
-from schemas.topics import control_topic
+from schemas.topics import control_topic, reply_topic
 from service.cancels import CancelPublisher
 from service.errors import LaneMissing, NotAuthorized, PublishFailed, StreamClosed
 from service.kafka import TopicAdmin, start_producer, stop_producer
 from service.reply_reader import ReplyFeed, ReplyReader
 from service.reply_topics import ReplyTopicPool
+from service.tracing import CallTrace
 
 log = structlog.get_logger(__name__)
 
@@ -31,17 +33,23 @@ class Call:
     lane: str  # topic
     value: bytes
     content_type: ContentType
+    trace: CallTrace
     key: bytes | None = None
     tenant: str | None = None
     priority: int | None = None
     deadline: float | None = None  # seconds after its start
-    trace: tuple[tuple[str, str], ...] = ()
     topic: str | None = None  # of the reply, once leased
     correlation_id: str | None = None
     started_at: float | None = None  # time.monotonic()
     published: bool = False  # or may have been
     left: bool = False
     feed: ReplyFeed = field(default_factory=ReplyFeed)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the start of publishing to the first tokens."""
+        first = self.feed.first_token_at
+        return None if self.started_at is None or first is None else first - self.started_at
 
 
 class Exchange:
@@ -59,6 +67,7 @@ class Exchange:
         self._connection = connection
         self._control_topic = control_topic(lane_prefix)
         self._reply_prefix = reply_prefix
+        self._reply_template = reply_topic("{correlation_id}", reply_prefix)
         self._content_type = content_type
         self._admin = TopicAdmin(connection)
         self._reader = ReplyReader(connection, self._admin.list)
@@ -115,6 +124,7 @@ class Exchange:
         if self._closed:
             raise StreamClosed("the client has been closed")
         call.started_at = time.monotonic()
+        call.trace.begin()
         self._calls.add(call)
         if call.lane not in self._lanes:
             await self._find_lane(call.lane)
@@ -125,18 +135,14 @@ class Exchange:
         call.topic = topic
         call.correlation_id = topic.removeprefix(self._reply_prefix)
         self._reader.open(topic, call.feed)
-        headers = write_request_headers(
-            correlation_id=call.correlation_id,
-            reply_to=topic,
-            content_type=call.content_type,
-            tenant=call.tenant,
-            priority=call.priority,
-            deadline_ms=None if call.deadline is None else round((time.time() + call.deadline) * 1000),
-            trace=call.trace,
-        )
         call.published = True
         try:
-            await self._producer.send_and_wait(call.lane, call.value, key=call.key, headers=headers)
+            with call.trace.sending(call.lane, call.correlation_id) as sending:
+                headers = self._headers(call, topic, sending.headers)
+                sending.acknowledged(
+                    await self._producer.send_and_wait(call.lane, call.value, key=call.key, headers=headers)
+                )
+            call.trace.receive(self._reply_template, call.correlation_id)
         except TopicAuthorizationFailedError as error:
             raise NotAuthorized(f"this user may not write to {call.lane}") from error
         except KafkaError as error:
@@ -144,12 +150,25 @@ class Exchange:
                 raise StreamClosed("the client has been closed") from error
             raise PublishFailed(f"the request was not acknowledged by {call.lane}: {error!r}") from error
 
+    def _headers(self, call: Call, topic: str, trace: Mapping[str, str]) -> list[tuple[str, bytes]]:
+        assert call.correlation_id is not None
+        return write_request_headers(
+            correlation_id=call.correlation_id,
+            reply_to=topic,
+            content_type=call.content_type,
+            tenant=call.tenant,
+            priority=call.priority,
+            deadline_ms=None if call.deadline is None else round((time.time() + call.deadline) * 1000),
+            trace=trace.items(),
+        )
+
     def leave(self, call: Call) -> None:
         """Ends a call, opened or not: cancels the request unless it has ended, retires its reply topic. Idempotent."""
         if call.left:
             return
         call.left = True
         self._calls.discard(call)
+        call.trace.finish(call.feed.log, call.ttft)
         if call.topic is None or call.correlation_id is None:
             return
         self._reader.release(call.topic)

@@ -41,6 +41,7 @@ class ReplyFeed:
     def __init__(self) -> None:
         self.log = ReplyLog()
         self.first_token_at: float | None = None  # time.monotonic()
+        self.last_token_at: float | None = None
         self._waiting: deque[ReplyRecord] = deque()
         self._failure: ServiceError | None = None
         self._news = asyncio.Event()
@@ -51,8 +52,9 @@ class ReplyFeed:
         accepted = None if decoded is None else self.log.feed(record.offset, decoded, record.headers)
         if accepted is None:
             return
-        if self.first_token_at is None and isinstance(accepted, Tokens):
-            self.first_token_at = time.monotonic()
+        if isinstance(accepted, Tokens):
+            self.last_token_at = time.monotonic()
+            self.first_token_at = self.first_token_at or self.last_token_at
         self._waiting.append(accepted)
         self._news.set()
 

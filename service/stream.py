@@ -87,8 +87,19 @@ class ReplyStream:
     @property
     def ttft(self) -> float | None:
         """Seconds from the start of publishing to the first tokens."""
-        started_at, first_token_at = self._call.started_at, self._call.feed.first_token_at
-        return None if started_at is None or first_token_at is None else first_token_at - started_at
+        return self._call.ttft
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token of the first choice after its first, so far."""
+        first_at, last_at, num_tokens = (
+            self._call.feed.first_token_at,
+            self._call.feed.last_token_at,
+            len(self.token_ids),
+        )
+        return (
+            None if first_at is None or last_at is None or num_tokens < 2 else (last_at - first_at) / (num_tokens - 1)
+        )
 
     def __aiter__(self) -> Self:
         return self
@@ -137,6 +148,7 @@ class ReplyStream:
                     await self._exchange.open(call)
                 return await call.feed.take() if take else None
         except BaseException as error:
+            call.trace.fail(error)
             self._exchange.leave(call)
             if isinstance(error, TimeoutError) and limit.expired():
                 raise RequestTimeout(self._lateness()) from None

@@ -212,10 +212,9 @@ class Worker:
 
     def _side_tasks(self, lanes: dict[str, KafkaLane], tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """What goes on beside the service, and is cancelled at its end."""
-        side = [
-            tasks.create_task(self._health.monitor.run(), name="loop monitor"),
-            tasks.create_task(self._look_for_ends(lanes), name="lane ends"),
-        ]
+        side = [tasks.create_task(self._health.monitor.run(), name="loop monitor")]
+        if self._config.metrics_port is not None:
+            side.append(tasks.create_task(self._look_for_ends(lanes), name="lane ends"))
         config, first = self._config, next(iter(lanes))
         if config.reap_after is not None:
             reaper = Reaper(

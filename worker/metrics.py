@@ -8,7 +8,7 @@ observation costs several times as much. A collector scrapes this page as well a
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
 from schemas.reasons import ErrorCode, FinishReason
@@ -71,6 +71,7 @@ class Metrics:
         max_tenants: int = 50,
         reply_template: str = "replies.{correlation_id}",
     ) -> None:
+        disable_created_metrics()  # a second series for each, which says when the first began
         self.registry = CollectorRegistry(auto_describe=True)
         self._worker = worker
         self._tiers = tiers

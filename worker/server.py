@@ -165,7 +165,7 @@ class RequestServer:
     # One record's service
 
     async def _serve(self, call: Call) -> None:
-        self._telemetry.bind(call)
+        self._telemetry.bind(call.delivery, call.trace, call.correlation_id)
         try:
             outcome = await self._outcome(call)
             if outcome is not Outcome.LOST:
@@ -363,9 +363,9 @@ class RequestServer:
             verdict = self._note_end(call, attempt.read(resumed), resumed)
         if verdict is not Verdict.GO_ON:
             return verdict
-        self._telemetry.begun(call, attempt.number, resumed)
         if stream is not None and resumed is not None:
             stream = self._resume(call, stream, resumed)
+        self._telemetry.begun(call, attempt.number, resumed)
         return await self._write(call, attempt, stream, resumed)
 
     def _may_end_without_attempt(self, call: Call) -> bool:
@@ -509,6 +509,7 @@ class RequestServer:
     async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
         try:
             trace = self._telemetry.trace(delivery)
+            self._telemetry.bind(delivery, trace)
             buried = await self._side.bury(delivery, trace, reason, message)
             if buried:
                 self._sources[delivery.lane].done(delivery)

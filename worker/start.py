@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import structlog
 
+from schemas.exporting import Exporting
 from schemas.topics import reply_topic
 from worker.app import Worker, check_kafka, run_until_signal
 from worker.config import WorkerConfig
@@ -29,7 +30,6 @@ from worker.model.runner import TorchRunner
 from worker.prepare import ModelFacts
 from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
-from worker.telemetry import Exporting
 from worker.transport.kafka_connections import KafkaUnavailable
 
 log = structlog.get_logger(__name__)
@@ -51,7 +51,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
     )
     metrics.restarted(link.num_restarts if link is not None else 0)
     live = LiveMetrics(metrics.registry, health)
-    exporting = Exporting(config.worker)
+    exporting = Exporting("carousel-worker", config.worker)
 
     def on_ready() -> None:
         print("ready", flush=True)

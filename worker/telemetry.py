@@ -1,12 +1,9 @@
 """What the worker tells of itself: logs, metrics and spans, and where in a request's life each is told."""
 
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 import structlog
-from opentelemetry.trace import Tracer
 
 from schemas.reply_log import ReplyLog
 from schemas.topics import Tier
@@ -19,13 +16,6 @@ from worker.metrics import Metrics, Served
 from worker.snapshots import Snapshots
 from worker.tracing import RequestTrace, Tracing, operation_of
 from worker.transport.protocols import Delivery
-
-STOP_S = 2.0  # for the last spans; an endpoint that is away does not hold the end up
-_TRACER = "carousel.worker"
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-log = structlog.get_logger(__name__)
 
 
 class Telemetry:
@@ -60,13 +50,13 @@ class Telemetry:
         """The trace of a record that was taken in just now."""
         return RequestTrace(self._tracing, delivery.source, delivery.headers, len(delivery.value or b""))
 
-    def bind(self, call: Call) -> None:
-        """Log lines of the running task carry its request's ids from now on."""
-        source = call.delivery.source
+    def bind(self, delivery: Delivery, trace: RequestTrace, correlation_id: str | None = None) -> None:
+        """Log lines of the running task carry the ids of its record from now on."""
+        source = delivery.source
         structlog.contextvars.bind_contextvars(
-            correlation_id=call.correlation_id,
-            trace_id=call.trace.trace_id,
-            span_id=call.trace.span_id,
+            correlation_id=correlation_id,
+            trace_id=trace.trace_id,
+            span_id=trace.span_id,
             lane=source.topic,
             partition=source.partition,
             offset=source.offset,
@@ -135,55 +125,3 @@ class Telemetry:
         topic, fault = delivery.source.topic, reason if buried else outcome.value
         self.metrics.served(Served(delivery.lane, topic, outcome.value, None, 0.0, fault=fault))
         trace.finish(outcome.value, None, 0, fault)
-
-
-class Exporting:
-    """Where the spans of this process go.
-
-    Args:
-        worker: `service.instance.id`.
-        environment: the process's: what the OpenTelemetry specification says of OTEL_* holds.
-    """
-
-    def __init__(self, worker: str, environment: Mapping[str, str] = os.environ) -> None:
-        self.tracer: Tracer | None = None
-        self._stop = lambda: None
-        if not _wanted(environment):
-            return
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # who exports pays for it
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        attributes = {"service.instance.id": worker}
-        named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        if not named:
-            attributes["service.name"] = "carousel-worker"
-        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter()
-        provider.add_span_processor(BatchSpanProcessor(exporter))  # its queue is bounded; what is too much is dropped
-        self.tracer = provider.get_tracer(_TRACER)
-        self._stop = provider.shutdown
-        log.info("telemetry.tracing", endpoint=next(environment[n] for n in _ENDPOINTS if environment.get(n)))
-
-    def close(self) -> None:
-        """Exports what is left, for at most STOP_S."""
-        stopping = threading.Thread(target=self._stop, name="last spans", daemon=True)
-        stopping.start()
-        stopping.join(STOP_S)
-
-
-def _wanted(environment: Mapping[str, str]) -> bool:
-    """Whether spans are to be exported, by the standard variables."""
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
-        return False
-    if not any(environment.get(name) for name in _ENDPOINTS):
-        return False
-    protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
-    if protocol != "http/protobuf":
-        log.warning(
-            "telemetry.not_tracing",
-            protocol=protocol,
-            meaning="this worker exports by http/protobuf only: give its endpoint (port 4318) and that protocol",
-        )
-    return protocol == "http/protobuf"

@@ -25,6 +25,8 @@ from worker.engine.protocols import Clock
 PROVIDER = "carousel"
 MAX_LINKS = 128  # of a step's span; the SDK keeps no more either
 
+# Jaeger shows a parent that is linked, too, as one reference, of the kind that this names: without it, as no parent.
+_ALSO_PARENT = {"opentracing.ref_type": "child_of"}
 _PROPAGATOR = TraceContextTextMapPropagator()
 Headers = Sequence[tuple[str, bytes]]
 Attributes = dict[str, AttributeValue]
@@ -119,7 +121,7 @@ class RequestTrace:
             f"process {source.topic}",
             producer,
             kind=SpanKind.CONSUMER,
-            links=[Link(caller)] if caller.is_valid else [],
+            links=[Link(caller, _ALSO_PARENT)] if caller.is_valid else [],
             start_time=self._began,
             attributes=_messaging("process")
             | {
@@ -185,13 +187,13 @@ class RequestTrace:
             _fail(span, type(error).__name__)
             raise
         finally:
-            span.end()
+            span.end(self._now())
 
     def finish(self, outcome: str, end: End | None, num_attempts: int, fault: str = "") -> None:
         """Its service is over. Again: nothing. fault: what went wrong where no `end` says it."""
         if not self.recorded:
             return
-        now = self._ns(self._tracing.clock.now())
+        now = self._now()
         self._leave_engine(now)
         if self._queue is not None:
             self._queue.end(now)
@@ -204,7 +206,7 @@ class RequestTrace:
             _fail(self._span, end.error.code)
         elif fault:
             _fail(self._span, fault)
-        self._span.end()
+        self._span.end(now)
         self.recorded = False
 
     # The queue and the engine
@@ -212,7 +214,7 @@ class RequestTrace:
     def waits(self, tier: str, priority: int) -> None:
         """It asks for admission, or again for a seat."""
         if self.recorded and self._queue is None:
-            began = self._ns(self._tracing.clock.now()) if self._queued else self._began
+            began = self._now() if self._queued else self._began
             self._queued = True
             attributes: Attributes = {"llm.tier": tier, "llm.priority": priority, "llm.queue.delayed": False}
             self._queue = self._child("llm.queue", at=began, attributes=attributes)
@@ -226,7 +228,7 @@ class RequestTrace:
         """It is handed to the engine; again, in place of what ran for it before: what that did is over."""
         if not self.recorded:
             return
-        now = self._ns(self._tracing.clock.now())
+        now = self._now()
         self._leave_engine(now)
         self._num_open, self._engine_ended = n, None
         self._begun, self._next = set(), {}
@@ -317,7 +319,7 @@ class RequestTrace:
     def dropped(self) -> None:
         """The engine has it no more, finished or not."""
         if self._engine is not None and self._engine_ended is None:
-            self._engine_ended = self._ns(self._tracing.clock.now())
+            self._engine_ended = self._now()
             self._leave_engine(self._engine_ended)
 
     def _leave_engine(self, now: int) -> None:
@@ -352,7 +354,11 @@ class RequestTrace:
     ) -> Span:
         assert self._tracing.tracer is not None, "nothing is recorded without a tracer"
         context = trace.set_span_in_context(parent or self._span, Context())
-        return self._tracing.tracer.start_span(name, context, kind, attributes, start_time=at)
+        began = self._now() if at is None else at
+        return self._tracing.tracer.start_span(name, context, kind, attributes, start_time=began)
+
+    def _now(self) -> int:
+        return self._ns(self._tracing.clock.now())
 
     def _ns(self, at: float) -> int:
         return self._epoch + int(at * 1e9)

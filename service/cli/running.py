@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -11,6 +13,7 @@ import structlog
 import typer
 
 from schemas.errors import RequestError
+from schemas.exporting import Exporting
 from service.errors import ServiceError
 
 
@@ -26,11 +29,15 @@ def run(main: Coroutine[Any, Any, None], *, log_level: int = logging.WARNING) ->
     client_log = logging.getLogger("aiokafka")  # a line per failed attempt; we say what matters of it
     client_log.addHandler(logging.NullHandler())
     client_log.propagate = False
+    exporting = Exporting("carousel-client", f"{socket.gethostname()}-{os.getpid()}")
+    exporting.install()
     try:
         asyncio.run(_cancellable(main))
     except (ServiceError, RequestError, ValueError) as error:
         typer.echo(f"carousel: {error}", err=True)
         raise typer.Exit(1) from None
+    finally:
+        exporting.close()
 
 
 async def _cancellable(main: Coroutine[Any, Any, None]) -> None:

@@ -137,7 +137,7 @@ def test_every_header_is_in_it() -> None:
     address = read_reply_address([("kafka_correlationId", b"x")], SOURCE)
     assert {name for name, _ in write_reply_headers(address, "end", "x")} <= header_names("end")
     assert "traceparent" not in header_names("tokens")
-    assert header_names("deadLetter") == {name for name, _ in dead_letter_headers([], SOURCE, "x", "y")}
+    assert header_names("deadLetter") == {name for name, _ in dead_letter_headers([], SOURCE, "x", "y", "z")}
 
 
 def test_channels_and_replies_are_those_of_the_service() -> None:

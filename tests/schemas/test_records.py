@@ -225,6 +225,23 @@ def test_dead_letters_keep_their_headers_and_say_where_they_came_from() -> None:
     )  # a record without a timestamp
 
 
+TRACE, STALE, OURS = (f"00-{digit * 32}-{digit * 16}-01" for digit in "123")
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [([], [OURS]), ([None], [OURS]), ([TRACE], [TRACE]), ([STALE, TRACE], [TRACE]), ([TRACE, None], [TRACE])],
+)
+def test_dead_letters_have_exactly_one_traceparent(own: list[str | None], expected: list[str]) -> None:
+    """The record's own last one, else the worker's; that comes after what the worker adds, so replays leave it out."""
+    headers = [("traceparent", None if value is None else value.encode()) for value in own]
+    letter = dead_letter_headers([*headers, ("a", b"1")], SOURCE, "x", "y", OURS)
+    assert [value.decode() for name, value in letter if name == "traceparent"] == expected
+    assert dict(letter)["a"] == b"1"
+    names = [name for name, _ in letter]
+    assert (names.index("traceparent") > names.index("dlq_reason")) == (expected == [OURS])
+
+
 ODD = (
     st.none()
     | st.booleans()

@@ -154,3 +154,21 @@ def test_accepted_tokens_only_grow(data: st.DataObject) -> None:
             assert ids == answer[choice][: len(ids)]
         if not (isinstance(record, Begin) and record.restart):
             assert all(log.token_ids[choice][: len(ids)] == ids for choice, ids in before.items())
+
+
+def test_trace_contexts_of_attempts_and_end() -> None:
+    """The current attempt's, the one before it, and the end's; what is skipped changes none; a bad one is none."""
+    traces = [f"00-{digit * 32}-{digit * 16}-01" for digit in "1234"]
+    headers = [[("traceparent", b"stale"), ("traceparent", trace.encode())] for trace in traces]
+    log = ReplyLog()
+    log.feed(0, begin(), headers[0])
+    assert (log.begin_trace, log.earlier_trace, log.num_begins) == (traces[0], None, 1)
+    log.feed(1, begin(), headers[1])
+    log.feed(2, end(0), headers[2])
+    assert (log.begin_trace, log.earlier_trace, log.end_trace) == (traces[1], traces[0], None)
+    log.feed(3, end(1), headers[3])
+    log.feed(4, begin(), headers[0])
+    assert (log.begin_trace, log.end_trace, log.num_begins) == (traces[1], traces[3], 2)
+    bad = ReplyLog()
+    bad.feed(0, begin(), [("traceparent", b"\xff"), ("traceparent", None)])
+    assert bad.begin_trace is None

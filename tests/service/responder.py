@@ -39,6 +39,8 @@ class Reply:
     key: bytes | None
     input: InputRef
     content_type: ContentType
+    raw_headers: tuple[tuple[str, bytes], ...] = ()
+    trace: str | None = None  # `traceparent` of what is written from now on
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -51,6 +53,7 @@ class Reply:
             ("correlation_id", self.headers["correlation_id"]),
             ("event", event_of(record).encode()),
             ("content-type", self.content_type.encode()),
+            *([] if self.trace is None else [("traceparent", self.trace.encode())]),
         ]
         value = encode_reply(record, self.content_type)
         metadata = await self.producer.send_and_wait(self.topic, value, partition=0, headers=headers)
@@ -143,6 +146,6 @@ class Responder:
         content_type = read_request_headers(record.headers).content_type
         source = InputRef(record.topic, record.partition, record.offset, record.timestamp)
         fields = decode_map(record.value, content_type)
-        reply = Reply(self._producer, fields, dict(record.headers), record.key, source, content_type)
+        reply = Reply(self._producer, fields, dict(record.headers), record.key, source, content_type, record.headers)
         self.replies.append(reply)
         tasks.create_task(self.script(reply))

@@ -27,6 +27,7 @@ class FakeConsumer:
         self.on_commit: Callable[[], Any] = lambda: None  # may raise, or return something to wait for
         self.on_poll: Callable[[], Any] = lambda: None
         self.positions: dict[TopicPartition, int] = {}
+        self.highwaters: dict[TopicPartition, int] = {}  # as the last fetch told
         self.num_polls = 0
         self.stopped = False
         self._paused: set[TopicPartition] = set()
@@ -60,6 +61,7 @@ class FakeConsumer:
         for partition, position in self.positions.items():
             if partition not in self._paused and (records := self._records(partition, position)):
                 batch[partition] = records
+                self.highwaters[partition] = len(self.logs[partition])
                 self.positions[partition] = records[-1].offset + 1
         return batch
 
@@ -91,6 +93,10 @@ class FakeConsumer:
 
     async def end_offsets(self, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
         return {partition: len(self.logs[partition]) for partition in partitions}
+
+    def highwater(self, partition: TopicPartition) -> int | None:
+        assert partition in self.positions
+        return self.highwaters.get(partition)
 
     def paused(self) -> set[TopicPartition]:
         return set(self._paused)

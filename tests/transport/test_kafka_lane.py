@@ -310,3 +310,20 @@ async def test_t03_polls_are_recorded():
         await bench.until(lambda: bench.consumer.paused() == {P0})
         before = bench.lane.polled_at
         await bench.until(lambda: bench.lane.polled_at > before > 0)
+
+
+async def test_lag_and_gap_of_a_partition():
+    """What is not taken in counts as lag, also while the partition is paused, once somebody has looked; what is done
+    behind an open record is a gap."""
+    async with running(*[b"x"] * 50, max_outstanding=10) as bench:
+        await bench.until(lambda: bench.consumer.paused() == {P0})
+        assert (bench.lane.lags(), bench.lane.gaps()) == ({0: 40}, {0: 10})
+        bench.consumer.logs[P0] += [b"x"] * 5
+        await bench.polls()
+        assert bench.lane.lags() == {0: 40}
+        await bench.lane.look_for_ends()
+        assert bench.lane.lags() == {0: 45}
+        bench.done(0, 1, 5)
+        assert bench.lane.gaps() == {0: 8}
+        await bench.consumer.rebalance([])
+        assert bench.lane.lags() == bench.lane.gaps() == {}

@@ -249,6 +249,18 @@ wait_for(signal.SIGTERM); sys.exit(5)
         assert not Path(f"/proc/{second}").exists()
 
 
+async def test_a_worker_knows_how_often_it_was_started_again():
+    """For its metrics: 0, then 1, then 2."""
+    code = """
+count = int(os.environ["CAROUSEL_SUPERVISOR_LINK"].split(":")[2])
+report(ready=True)
+sys.exit(0 if count == 2 else 7)
+"""
+    world = World(code)
+    assert await world.run() == 0
+    assert [facts["restarts"] for event, facts in world.said if event == "supervisor.restarting"] == [1, 2]
+
+
 async def test_a_worker_dies_with_its_supervisor():
     """kill -9 of the supervisor: the worker gets a SIGTERM by the kernel, and knows that it is an orphan."""
     if sys.platform != "linux":
@@ -258,7 +270,7 @@ link.detach()
 sys.path.insert(0, {str(ROOT)!r})
 from worker.supervised import SupervisorLink
 link = SupervisorLink.from_environment()
-assert not link.orphaned and "{VARIABLE}" not in os.environ
+assert not link.orphaned and link.num_restarts == 0 and "{VARIABLE}" not in os.environ
 print("linked", flush=True)
 wait_for(signal.SIGTERM)
 print("orphaned" if link.orphaned else "not orphaned", flush=True)

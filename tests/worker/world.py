@@ -7,6 +7,10 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
 from schemas.headers import ReplyAddress
 from schemas.records import ReplyRecord, decode_reply
 from schemas.reply_log import ReplyLog
@@ -19,8 +23,12 @@ from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepModel
 from worker.levels import make_admission, make_queue, tier_policies
 from worker.loop import EngineLoop
+from worker.measured_sink import MeasuredSink
+from worker.metrics import Metrics
 from worker.prepare import ModelFacts
 from worker.server import RequestServer
+from worker.telemetry import Telemetry
+from worker.tracing import Tracing
 from worker.transport.memory import MemoryBroker, MemoryRecord, MemorySink, MemorySource
 
 LANE = "prompts.standard"
@@ -96,9 +104,12 @@ class StepRunner(FakeRunner):
     def __init__(self, config: SchedulerConfig, vocab_size: int) -> None:
         super().__init__(config, vocab_size)
         self.seeds: list[int] = []
+        self.clock: WallClock | None = None  # a step takes a millisecond of it
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         self.seeds += [new.sampling.seed for new in plan.new]
+        if self.clock is not None:
+            self.clock.seconds += 0.001
         if plan.step in self.failing:
             raise RuntimeError("the model broke")
         return super().execute(plan)
@@ -122,11 +133,19 @@ class World:
 
     Args:
         step_model: how long steps take, for admission (default: one that has seen none).
+        traced: every span goes to `spans`, one for each step among them; each step takes a millisecond.
         settings: of WorkerConfig, for tiers and tenants.
     """
 
     def __init__(
-        self, *, max_num_seqs: int = 8, num_blocks: int = 512, step_model: StepModel | None = None, **settings: object
+        self,
+        *,
+        max_num_seqs: int = 8,
+        num_blocks: int = 512,
+        num_host_blocks: int = 0,
+        step_model: StepModel | None = None,
+        traced: bool = False,
+        **settings: object,
     ) -> None:
         self.broker = MemoryBroker()
         for topic in (LANE, "prompts.dlq", "usage"):
@@ -139,12 +158,23 @@ class World:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=64,
             max_model_len=256,
+            num_host_blocks=num_host_blocks,
+            preemption=self.settings.preemption,
             tiers=tier_policies(self.settings),
         )
         self.clock = WallClock()
         self.steps: list[StepRecord] = []
         self.source = MemorySource(self.broker, "standard", LANE)
         self.sink = _Sink(self.broker)
+        self.spans = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.spans))
+        self._tracer = provider.get_tracer("test") if traced else None
+
+    def _telemetry(self, name: str) -> Telemetry:
+        metrics = Metrics(name, self.settings.tiers, self.settings.tenants, self.settings.metrics_max_tenants)
+        metrics.model_loaded("fake", 64, (0.001, 0.002), lambda num_tokens: num_tokens / 1000)
+        return Telemetry(metrics, Tracing(self._tracer, self.clock, "fake", step_share=1.0))
 
     def publish(
         self,
@@ -168,8 +198,10 @@ class World:
         """A worker that serves until the block is left; then it dies without a word."""
         engine_config, settings = self.config, self.settings
         runner = StepRunner(engine_config, VOCAB)
+        runner.clock = self.clock if self._tracer is not None else None
         queue = make_queue(settings, self.step_model)
-        engine = EngineLoop(Scheduler(engine_config, queue), runner, self.clock, self.steps.append)
+        telemetry = self._telemetry(name)
+        engine = EngineLoop(Scheduler(engine_config, queue), runner, self.clock, self.steps.append, observer=telemetry)
         admission = make_admission(settings, self.step_model, queue, lambda: (0, 0))
         gate = AdmissionGate(admission, self.clock, self.clock.call_at)
         async with contextlib.AsyncExitStack() as stack:
@@ -189,15 +221,17 @@ class World:
                 ModelFacts("fake", VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
                 engine,
                 gate,
-                self.sink,
+                MeasuredSink(self.sink, telemetry.metrics),
                 {"standard": self.source},
                 tasks,
                 wall_ms=lambda: self.clock.seconds * 1000,
+                telemetry=telemetry,
             )
             running = tasks.create_task(engine.run())
             server.runner = runner  # for tests that break it
             server.engine = engine
             server.gate, server.admission = gate, admission
+            server.metrics = telemetry.metrics
             try:
                 yield server
             finally:

@@ -105,7 +105,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         for partition, tracker in list(self._trackers.items()):
             try:
                 fetched = self._consumer.highwater(partition)
-            except (IllegalStateError, AssertionError):  # it went elsewhere just now
+            except (AssertionError, AttributeError, KeyError):  # it went elsewhere just now
                 fetched = None
             end = max(fetched or 0, self._ends.get(partition, 0))
             lags[partition.partition] = max(0, end - tracker.expected)
@@ -355,6 +355,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
                 continue
             trackers = {p: _tracker(committed.get(p), begins[p], ends[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
+            self._ends = dict(ends)
             return trackers
         return {}
 

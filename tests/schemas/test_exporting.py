@@ -1,0 +1,92 @@
+"""Where spans go, by the standard variables; that they arrive: e2e/test_telemetry.py."""
+
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from structlog.testing import capture_logs
+
+from schemas import exporting
+from schemas.exporting import Exporting
+
+BASE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+TRACES = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "exports"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+        (BASE, True),
+        (TRACES, True),
+        (BASE | {"OTEL_SDK_DISABLED": "TRUE"}, False),
+        (BASE | {"OTEL_TRACES_EXPORTER": "none"}, False),
+        (BASE | {"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        (BASE | {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+        (BASE | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
+        (BASE | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}, True),
+    ],
+)
+def test_whether_there_is_a_tracer(environment: dict[str, str], exports: bool) -> None:
+    """An endpoint turns tracing on; the variables that turn it off do; without a tracer there is no provider."""
+    found = Exporting("carousel-worker", "w1", environment)
+    assert (found.tracer is not None) == exports
+    found.close()
+
+
+def test_another_protocol_is_told() -> None:
+    """Whoever asks for gRPC hears what to do."""
+    with capture_logs() as lines:
+        Exporting("carousel-worker", "w1", BASE | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert lines[0]["event"] == "telemetry.not_tracing"
+    assert "http/protobuf" in lines[0]["meaning"]
+
+
+def test_without_the_exporter_package_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base install has no exporter: the line says which package."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with capture_logs() as lines:
+        assert Exporting("carousel-client", "c", BASE).tracer is None
+    assert "pip install" in lines[0]["meaning"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, "carousel-worker"),
+        ({"OTEL_SERVICE_NAME": "mine"}, "mine"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=other"}, "other"),
+    ],
+)
+def test_the_environment_may_name_the_service(
+    environment: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """service.name is ours only where OTEL_* names none; the instance is always the worker's name."""
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    found = Exporting("carousel-worker", "w1", BASE | environment)
+    assert found._provider is not None
+    assert found._provider.resource.attributes["service.name"] == name
+    assert found._provider.resource.attributes["service.instance.id"] == "w1"
+    found.close()
+
+
+def test_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An endpoint that takes the spans and never answers holds the end up for STOP_S and no longer."""
+    monkeypatch.setattr(exporting, "STOP_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address["OTEL_EXPORTER_OTLP_ENDPOINT"])
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
+        found = Exporting("carousel-worker", "w1", address)
+        assert found.tracer is not None
+        found.tracer.start_span("x").end()
+        began = time.monotonic()
+        found.close()
+        assert 0.2 < time.monotonic() - began < 2
+        for thread in threading.enumerate():
+            if thread.name in ("last spans", "OtelBatchSpanRecordProcessor"):
+                thread.join(10)  # what it logs is of this test
