@@ -73,11 +73,13 @@ class Stack:
             pytest.skip(f"no container engine can run here: {last}")
         return engine
 
-    def docker(self, *words: str, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def docker(
+        self, *words: str, check: bool = True, timeout: float = 300, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             ["docker", *words],
             cwd=ROOT,
-            env=self.environment,
+            env=environment or self.environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -137,6 +139,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         )
         file = "deploy/otel-collector.Dockerfile"
         made.docker("build", "-t", "carousel-otel-collector:0.159.0", "-f", file, "deploy")
+        # As `make up` does it, with what can run here.
+        bare = made.environment | {"COMPOSE_PROFILES": "cpu"}
+        made.docker("compose", "--env-file", f"{folder}/env", "up", "--wait", "--no-build", environment=bare)
         made.compose("up", "--wait", "--no-build", *SERVICES)
         yield made
     finally:
