@@ -41,8 +41,11 @@ def checks_folder() -> Path:
 
 
 def tool(name: str) -> Path:
-    """A native program: docker-compose, jaeger or otelcol. Raises Missing."""
+    """A program of ../shared/tools, unpacked: docker-compose, jaeger, otelcol. Raises Missing."""
     get = SHARED / "tools" / "get"
     if not get.is_file():
-        raise Missing(f"no native {name}: {get} does not exist")
-    return Path(subprocess.run([get, name], check=True, capture_output=True, text=True, timeout=120).stdout.strip())
+        raise Missing(f"no {name}: {get.parent} does not exist")
+    found = subprocess.run([sys.executable, str(get), name], capture_output=True, text=True, check=False, timeout=120)
+    if found.returncode:
+        raise Missing(f"no {name}: {found.stderr.strip()}")
+    return Path(found.stdout.strip())

@@ -98,33 +98,38 @@ def isolation(trace: Path, num_requests: int, profile: Profile, seed: int) -> di
 
     full = _figures([batch(0.0) for _ in range(4 * profile.max_num_seqs)], levels, profile, "fcfs")
     rate = 10 * full["requests"] / full["span_s"]
-    tokens_per_s = full["total_tok_s"]
+    own_load = _figures([replace(arrival, at=0.0, tier="batch") for arrival in interactive], BUILT_IN, profile, "fcfs")
     until = interactive[-1].at
     flood = [batch(i / rate) for i in range(int(rate * until))]
     both = sorted([*interactive, *flood], key=lambda arrival: arrival.at)
     return {
         "capacity_requests_per_s": rate / 10,
-        "batch_wait_bound_s": wait_bound(interactive, tokens_per_s),
+        "batch_wait_bound_s": wait_bound(interactive, full["total_tok_s"], own_load["total_tok_s"], profile),
         "alone": _figures(interactive, levels, profile, "composite"),
         "ours": _figures(both, levels, profile, "composite"),
         "fcfs": _figures(both, levels, profile, "fcfs"),
     }
 
 
-def wait_bound(higher: Sequence[Arrival], tokens_per_s: float) -> float:
-    """Seconds that an admitted batch request can wait (docs/scheduling.md): the least W in which the worker does all
-    that its queue may hold, and the most that the higher tier brings in any W seconds.
+def wait_bound(higher: Sequence[Arrival], tokens_per_s: float, higher_tokens_per_s: float, profile: Profile) -> float:
+    """Seconds that an admitted batch request can wait (docs/scheduling.md): the least W in which the worker does what
+    sits, all that the queue may hold, and the most that the higher tier brings in any W seconds, each displacing one.
+
+    `tokens_per_s`: of a worker that serves batch requests only; `higher_tokens_per_s`: the higher tier's only.
     """
+    num_tokens = MAX_QUEUED_TOKENS * _TOKENS_PER_PROMPT_TOKEN + profile.max_num_seqs * BATCH_OUTPUT[1]
+    displacement_s = 2 * profile.swap_s * math.ceil((BATCH_INPUT[1] + BATCH_OUTPUT[1]) / profile.block_size)
+    work = [(a.input_tokens + a.output_tokens) / higher_tokens_per_s + displacement_s for a in higher]
     for wait in itertools.count(1):
-        most = start = total = 0
-        for end, arrival in enumerate(higher):
-            total += arrival.input_tokens + arrival.output_tokens
+        most = total = 0.0
+        start = 0
+        for arrival, seconds in zip(higher, work, strict=True):
+            total += seconds
             while higher[start].at < arrival.at - wait:
-                total -= higher[start].input_tokens + higher[start].output_tokens
+                total -= work[start]
                 start += 1
-            assert start <= end
             most = max(most, total)
-        if tokens_per_s * wait >= MAX_QUEUED_TOKENS * _TOKENS_PER_PROMPT_TOKEN + most:
+        if wait >= num_tokens / tokens_per_s + most:
             return float(wait)
     raise AssertionError("there is no end of waits")
 

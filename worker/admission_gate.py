@@ -79,12 +79,14 @@ class AdmissionGate:
             known = await begun()
             if known is not Begun.NO:
                 decision = self._admission.decide(request, self._clock.now(), known)
+            self._wake_next(request.tenant)
         if isinstance(decision, Delay):
             delayed()
         while isinstance(decision, Delay):
             if not await self._covered(request, is_cancelled):
                 return decision if self._is_closed else Admit()
             decision = self._admission.decide(request, self._clock.now(), known)
+            self._wake_next(request.tenant)
         return decision
 
     async def _covered(self, request: Request, is_cancelled: Callable[[], bool]) -> bool:
@@ -120,13 +122,24 @@ class AdmissionGate:
         """It has taken its first seat."""
         self._admission.started(request_id)
 
-    def waive(self, request_id: str) -> None:
+    def waive(self, request: Request) -> None:
         """An earlier attempt has paid for it: its tenant's quota is given back."""
-        self._admission.quotas.cancel(request_id, self._clock.now())
+        self._admission.quotas.cancel(request.request_id, self._clock.now())
+        self._wake_next(request.tenant)
 
     def leave(self, request: Request, num_output: int) -> None:
         """It is over here, in whatever way, after so many output tokens over all choices. Again: nothing."""
         self._admission.ended(request, num_output, self._clock.now())
+        self._wake_next(request.tenant)
+
+    def _wake_next(self, tenant: str) -> None:
+        """What was given back may cover the delayed of a tenant sooner: those that it does look again, and the first of
+        the others. That one wakes the next in turn, so what many wait for is not told to all of them each time."""
+        now = self._clock.now()
+        for request_id, ready in self._admission.quotas.reservations(tenant):
+            self.wake(request_id)
+            if ready > now:
+                return
 
     def _wake_all(self) -> None:
         for wake in self._wakes.values():

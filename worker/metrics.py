@@ -71,7 +71,7 @@ class Metrics:
         max_tenants: int = 50,
         reply_template: str = "replies.{correlation_id}",
     ) -> None:
-        disable_created_metrics()  # a second series for each, which says when the first began
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each: when the first began
         self.registry = CollectorRegistry(auto_describe=True)
         self._worker = worker
         self._tiers = tiers

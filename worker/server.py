@@ -488,7 +488,7 @@ class RequestServer:
         if seed == call.seed and not any(resumed.token_ids.values()):
             return stream
         if call.num_attempts == 1 and call.admitted is not None:
-            self._gate.waive(call.admitted.request_id)
+            self._gate.waive(call.admitted)
         call.seed = seed
         return self._start(call, resumed)
 

@@ -164,12 +164,7 @@ def build(
             (cost.copy_out_seconds_per_block, cost.copy_in_seconds_per_block),
             lambda num_tokens: cost.prefill_seconds(num_tokens, 0),
         )
-
-    def load() -> tuple[int, int]:
-        stats = scheduler.stats()
-        return stats.num_running, stats.num_blocks_used * config.block_size
-
-    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, load)
+    return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
 
 
 def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _WIDTH = 110  # of the tables where the output is no terminal
@@ -83,14 +84,14 @@ def simulate(
 
 
 def _answer(module: Any, question: Any, plot: Path | None) -> Any:
-    """Simulates, and writes the picture. A mistake in a file or an option is one sentence, and exit status 1."""
+    """Simulates, and writes the picture. A mistake in a file or an option is one sentence, and exit status 2."""
     try:
         answer = module.simulate(question)
         if plot is not None:
             plot.write_text(answer.picture())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, module.SloNotMet) as error:
         typer.echo(f"carousel simulate: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(1 if isinstance(error, module.SloNotMet) else 2) from None
     return answer
 
 
@@ -103,7 +104,7 @@ def _print(title: str, figures: dict[str, Any]) -> None:
     tiers = _table("tier", *columns)
     for name, tier in figures["tiers"].items():
         tiers.add_row(
-            name,
+            escape(name),
             str(tier["requests"]),
             str(tier["finished"]),
             f"{tier['goodput']:.2f}",
@@ -115,7 +116,7 @@ def _print(title: str, figures: dict[str, Any]) -> None:
     for name, tenant in figures["tenants"].items():
         ttft = tenant["ttft_ms"]
         tokens = f"{tenant['service_tokens']:,}"
-        tenants.add_row(name, str(tenant["finished"]), tokens, _ms(ttft["p50"]), _ms(ttft["p99"]))
+        tenants.add_row(escape(name), str(tenant["finished"]), tokens, _ms(ttft["p50"]), _ms(ttft["p99"]))
     console.print(tenants)
     preemptions = figures["preemptions"]
     console.print(

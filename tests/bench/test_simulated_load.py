@@ -1,6 +1,7 @@
 """The simulated loads: what is published of continuous batching holds here, and static batching is modelled fairly."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -80,11 +81,15 @@ def test_static_batching_pays_for_padding_and_reading():
 
 
 def test_the_wait_bound_is_what_the_queue_and_the_higher_tier_take():
-    """600,000 tokens of batch at 10,000 a second, and 1,000 of the higher tier every second: 9,000 are left."""
+    """567,000 tokens of batch in the queue and 5,600 on seats at 10,000 a second, and some higher ones every second."""
     higher = [Arrival(float(i), "chat", 900, 100, "interactive") for i in range(300)]
-    assert wait_bound([], 10_000) == 57  # 500,000 prompt tokens and their answers
-    assert wait_bound(higher, 10_000) == 64
-    assert wait_bound(higher[:20], 10_000) == 59
+    free = replace(load_profile("h200"), max_num_seqs=16, swap_s=0.0)
+    assert wait_bound([], 10_000, 10_000, free) == 58
+    assert wait_bound(higher, 10_000, 10_000, free) == 64  # a tenth of each second
+    assert wait_bound(higher, 10_000, 5_000, free) == 72  # a fifth
+    assert wait_bound(higher[:20], 10_000, 10_000, free) == 60
+    # A displaced sequence has up to 179 blocks, copied out and in again: 0.1 s more for each.
+    assert wait_bound(higher[:20], 10_000, 10_000, replace(free, swap_s=0.1 / 358)) == 62
 
 
 def test_a_flooded_tier_does_not_drown_the_other(tmp_path):

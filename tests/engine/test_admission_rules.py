@@ -281,6 +281,22 @@ def test_no_decode_pauses_where_the_budget_is_enough() -> None:
     engine.run()
 
 
+def test_no_decode_pauses_for_a_prefill_of_a_lower_class() -> None:
+    """The one that needed the budget has gone before it could use it: the decode goes on, before the lower prefill."""
+    engine = Engine(max_num_batched_tokens=8, max_num_seqs=4, num_blocks=200)
+    engine.add(distinct("mid", 0, 2, priority_class=1, max_tokens=30))
+    engine.step()
+    engine.add(distinct("low", 100, 60))
+    engine.step()
+    engine.add(*(distinct(f"high{i}", 1000 * i, 7, priority_class=2, max_tokens=30) for i in (1, 2)))
+    engine.step()  # no budget is left for high2
+    engine.cancel("high2", FinishReason.CANCELLED)
+    record = engine.step()
+    assert record is not None
+    assert (record.num_decode_tokens, record.num_prefill_tokens, record.paused) == (2, 6, ())
+    engine.run()
+
+
 def test_who_ends_soon_does_not_pause() -> None:
     """Its seat comes free within a few steps, if it goes on."""
     engine = Engine(max_num_batched_tokens=8, max_num_seqs=4, num_blocks=200)
@@ -352,7 +368,7 @@ def test_prefills_leave_the_step_short_for_a_tier_with_a_tighter_target() -> Non
     first = engine.step()
     assert first is not None
     assert (first.num_prefill_tokens, first.admitted) == (3, ("a",))
-    assert budget.asked[1] == (0, 0, 0.05, 4, 32)
+    assert budget.asked[1] == (0, 0, 0.02, 4, 32)
     engine.add(distinct("c", 200, 10, lane="fast", priority=9, priority_class=1))
     second = engine.step()
     assert second is not None

@@ -10,8 +10,10 @@ from tests.engine.builders import EOS, Engine, ScriptedRunner, make_request
 from worker.engine.arrival_queue import ArrivalQueue
 from worker.engine.fakes import FakeRunner
 from worker.engine.outputs import Preemption, StepPlan, TokenEvent
+from worker.engine.policies import make_policy
 from worker.engine.preemption import VictimChooser
 from worker.engine.request import Request, Sequence
+from worker.engine.tiers import TierPolicy
 
 MODES = ["swap", "recompute", "auto"]
 
@@ -141,18 +143,17 @@ def test_row_05_a_displaced_one_comes_back_before_fresh_work_of_its_class() -> N
     ]
 
 
-def test_row_06_a_large_one_is_not_passed_over_for_ever() -> None:
-    """Small ones may pass a head that does not fit, in a bounded number of steps; then it is its turn."""
-    engine = Engine(num_blocks=12, max_overtaken=5, max_num_batched_tokens=64)
+@pytest.mark.parametrize(("max_overtaken", "num_passed"), [(2, 3), (5, 5)])
+def test_row_06_a_large_one_is_not_passed_over_for_ever(max_overtaken: int, num_passed: int) -> None:
+    """Small ones may pass a head that does not fit, as many as that or as one step seats (three, the first time); then
+    the seats empty until it fits."""
+    engine = Engine(num_blocks=12, max_overtaken=max_overtaken, max_num_batched_tokens=64)
     engine.add(distinct("a", 0, 12, max_tokens=8), distinct("large", 100, 40, max_tokens=2))
-    for number in range(60):
-        engine.add(distinct(f"s{number}", 1000 + 10 * number, 3, max_tokens=3, arrival=1.0 + number))
+    for number in range(60):  # they end one after the other, so that the pool is never empty by chance
+        engine.add(distinct(f"s{number}", 1000 + 10 * number, 3, max_tokens=3 + number % 3, arrival=1.0 + number))
     engine.run()
     order = [request_id for record in engine.records for request_id in record.admitted]
-    passed = [record for record in engine.records if any(r.startswith("s") for r in record.admitted)]
-    before = [record for record in passed if record.step < engine.records[0].step + order.index("large")]
-    assert 0 < order.index("large") <= 1 + 5 * 4  # at most four seats a step
-    assert before
+    assert order[: order.index("large")] == ["a", *(f"s{number}" for number in range(num_passed))]
 
 
 def test_row_07_decodes_are_never_paused_for_prefill() -> None:
@@ -212,6 +213,84 @@ def test_row_10_blocks_that_drain_count_as_coming() -> None:
     assert following is not None
     assert (following.preempted, following.paused) == ((), ())
     run_and_compare(engine, *requests)
+
+
+def test_row_10_what_one_waits_for_is_not_promised_to_the_next() -> None:
+    """Two decodes lack a block each, and a victim drains one: the second does not count on it, too."""
+    engine = Engine(num_blocks=8, num_host_blocks=9, preemption="swap", max_num_batched_tokens=64, watermark=0.0)
+    requests = [distinct(f"r{i}", 100 * i, 11 if i < 2 else 2, max_tokens=20, arrival=float(i)) for i in range(4)]
+    engine.add(*requests)
+    engine.step()
+    engine.step()  # twelve tokens in r0 and r1, eight blocks in all
+    records = [engine.step(), engine.step()]
+    assert [[p.request_id for p in r.preempted] for r in records if r] == [["r3", "r2"], []]
+    assert [r.paused for r in records if r] == [("r0", "r1"), ()]
+    run_and_compare(engine, *requests)
+
+
+def test_row_10_what_one_waits_for_is_not_given_to_a_newcomer() -> None:
+    """Of three blocks that drain two are for decodes: one of a higher class that may not displace waits for its two."""
+    tiers = {"calm": TierPolicy(name="calm", may_preempt=False)}
+    limits = {"num_blocks": 9, "num_host_blocks": 9, "max_num_batched_tokens": 64, "watermark": 0.0}
+    engine = Engine(**limits, preemption="swap", tiers=tiers)
+    requests = [distinct(f"r{i}", 100 * i, 11, max_tokens=20, arrival=float(i)) for i in range(3)]
+    engine.add(*requests)
+    engine.step()
+    engine.step()
+    calm = distinct("calm", 500, 6, lane="calm", priority_class=1, arrival=3.0, max_tokens=2)
+    engine.add(calm)
+    records = [engine.step(), engine.step()]
+    assert [r.admitted for r in records if r] == [(), ()]
+    assert [[p.request_id for p in r.preempted] for r in records if r] == [["r2"], []]
+    run_and_compare(engine, *requests, calm)
+
+
+@pytest.mark.parametrize("priority_class", [0, 1, 2])
+def test_rule_5_what_a_preemption_frees_is_for_its_beneficiary(priority_class: int) -> None:
+    """Much more than it needs comes free for a waiting one of class 1: in that step only class 1 and above get on."""
+    engine = Engine(num_blocks=20, max_num_batched_tokens=200, preemption="recompute", watermark=0.0, max_num_seqs=2)
+    engine.add(distinct("low", 0, 64), distinct("next", 200, 8))
+    engine.step()
+    engine.add(distinct("high", 300, 20, priority_class=1), distinct("other", 400, 8, priority_class=priority_class))
+    engine.cancel("next", FinishReason.CANCELLED)
+    record = engine.step()
+    assert record is not None
+    assert [p.request_id for p in record.preempted] == ["low"]
+    assert sorted(record.admitted) == (["high", "other"] if priority_class else ["high"])
+    engine.run()
+
+
+@pytest.mark.parametrize(("priority_class", "admitted"), [(0, ()), (1, ("other",))])
+def test_rule_5_for_a_decode_that_could_not_grow(priority_class: int, admitted: tuple[str, ...]) -> None:
+    """One block of the four that a victim of its class gave up is what it needs: the others are for higher classes."""
+    engine = Engine(num_blocks=8, max_num_batched_tokens=64, preemption="recompute", watermark=0.0, max_num_seqs=3)
+    engine.add(distinct("first", 0, 15, max_tokens=12), distinct("second", 100, 14, max_tokens=12))
+    engine.step()
+    engine.step()
+    engine.add(distinct("other", 200, 3, priority_class=priority_class, max_tokens=4))
+    record = engine.step()
+    assert record is not None
+    assert [p.request_id for p in record.preempted] == ["second"]
+    assert record.admitted == admitted
+    engine.run()
+
+
+def test_rule_5_does_not_hold_up_a_higher_class() -> None:
+    """A raised low one stands first and may not have what was freed; who stands behind it is not made to wait."""
+    engine = Engine(
+        waiting=make_policy("priority"), max_num_seqs=4, num_blocks=12, max_num_batched_tokens=64, watermark=0.0
+    )
+    engine.add(distinct("first", 0, 15, max_tokens=12, priority_class=1))
+    engine.add(distinct("second", 100, 28, max_tokens=12, priority_class=1))
+    engine.step()
+    engine.now = 20.0
+    engine.step()
+    engine.add(distinct("raised", 200, 3, priority_class=1), distinct("high", 300, 3, arrival=20.0, priority_class=2))
+    record = engine.step()
+    assert record is not None
+    assert [p.request_id for p in record.preempted] == ["second"]
+    assert record.admitted == ("high",)
+    engine.run()
 
 
 def test_row_11_more_than_the_pool_is_refused_at_once() -> None:

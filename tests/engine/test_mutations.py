@@ -8,9 +8,13 @@ from tests.engine.builders import Engine, make_request
 from worker.engine import planner
 from worker.engine.block_manager import BlockManager
 from worker.engine.block_pool import BlockPool
-from worker.engine.outputs import BlockCopy
+from worker.engine.fakes import FakeRunner
+from worker.engine.outputs import BlockCopy, StepOutcome, StepPlan
 from worker.engine.preemption import VictimChooser
 from worker.engine.request import Sequence
+from worker.engine.scheduler import SchedulerConfig
+from worker.engine.tiers import TierPolicy
+from worker.sim.checkers import Entry, Pauses
 
 
 def busy_run() -> None:
@@ -143,3 +147,66 @@ def test_forgetting_what_is_owed_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     engine.add(make_request("high", prompt=range(100, 128), priority_class=1, max_tokens=2))
     with pytest.raises(AssertionError, match="I1: 12 blocks owed, 6 free now or soon"):
         engine.step(in_flight=engine.scheduler.check_integrity)
+
+
+def paused_run() -> None:
+    """A decode of a low class, one of a tier with a TPOT target, and prefills of a high class that fill every step."""
+
+    class Watched(FakeRunner):
+        def __init__(self, config: SchedulerConfig) -> None:
+            super().__init__(config)
+            self.pauses = Pauses(config)
+
+        def execute(self, plan: StepPlan) -> StepOutcome:
+            self.pauses.planned(plan, engine.scheduler)
+            return super().execute(plan)
+
+    tiers = {"paced": TierPolicy(name="paced", tpot=1.0)}
+    limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "num_blocks": 400, "prefix_caching": False}
+    engine = Engine(Watched, **limits, max_pauses=3, tiers=tiers)
+    requests = [make_request("low", max_tokens=30), make_request("paced", prompt=2, lane="paced", max_tokens=30)]
+    requests += [make_request(f"high{i}", prompt=60, priority_class=1, max_tokens=9) for i in range(3)]
+    for request in requests:
+        engine.runner.pauses.added(Entry(request, (), []))
+        engine.add(request)
+        engine.step()
+    engine.run()
+
+
+def pause_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: planner.Planner, seq: Sequence, for_class: int) -> bool:
+        return seq.priority_class < for_class and not self._config.has_tpot(seq.request.lane)
+
+    monkeypatch.setattr(planner.Planner, "_pauses", broken)
+
+
+def pause_against_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = planner.Planner._pauses
+
+    def broken(self: planner.Planner, seq: Sequence, for_class: int) -> bool:
+        return (seq.request.lane == "paced" and for_class > 0) or pauses(self, seq, for_class)
+
+    monkeypatch.setattr(planner.Planner, "_pauses", broken)
+
+
+def pause_for_an_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = planner.Planner._pauses
+    monkeypatch.setattr(planner.Planner, "_pauses", lambda self, seq, for_class: pauses(self, seq, for_class + 1))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "complaint"),
+    [
+        (pause_on_and_on, "S8: low of class 0 pauses 4 steps in a row"),
+        (pause_against_a_target, "S8: paced of class 0 pauses and has a TPOT target"),
+        (pause_for_an_equal, r"S8: high0 of class 1 pauses beside prefills of \[1\]"),
+    ],
+)
+def test_a_broken_rule_of_pauses_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes pause too long, against their target, or for an equal; with the rules in force the same run passes."""
+    paused_run()
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=complaint):
+        paused_run()

@@ -7,6 +7,7 @@ from worker.engine.arrival_queue import ArrivalQueue
 from worker.engine.cost import CostModel
 from worker.engine.fakes import FakeRunner
 from worker.engine.outputs import BlockCopy, StepOutcome, StepPlan
+from worker.engine.policies import make_policy
 from worker.engine.request import Request, Sequence
 
 LLAMA_8B = CostModel(  # research/engine.md 3.2: 5.2 us a token for the round trip, 32.5 us for the recompute
@@ -81,6 +82,19 @@ def test_auto_expects_hits_when_only_a_seat_is_scarce() -> None:
     assert [(p.cause, p.mode) for p in record.preempted] == [("seat", "recompute")]
     engine.run()
     assert engine.scheduler.stats().total_recomputed_tokens < 4
+
+
+def test_a_chunk_that_ends_with_a_block_is_found_whole() -> None:
+    """A victim in the middle of its prompt, all its blocks full: nothing of it is lost, so nothing is copied."""
+    engine = Engine(num_blocks=640, num_host_blocks=64, max_num_seqs=1, max_num_batched_tokens=160, cost=LLAMA_8B)
+    engine.add(distinct("low", 0, 190))
+    engine.step()
+    engine.add(distinct("high", 1000, 10, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert [(p.mode, p.num_tokens) for p in record.preempted] == [("recompute", 160)]
+    engine.run()
+    assert engine.scheduler.stats().total_recomputed_tokens == 0
 
 
 def test_a_swap_without_room_on_the_host_is_a_recompute() -> None:
@@ -247,6 +261,19 @@ def test_a_victim_gives_back_its_part_of_the_step() -> None:
     assert [p.request_id for p in record.preempted] == ["low"]
     assert record.num_decode_tokens + record.num_prefill_tokens <= 16
     assert "low" not in record.paused
+    engine.run()
+
+
+def test_a_victim_gives_back_its_part_of_a_prefill() -> None:
+    """One of a higher class stands so far behind that the lower prefill has had its tokens when its turn comes."""
+    engine = Engine(max_num_seqs=1, max_num_batched_tokens=16, waiting=make_policy("fcfs"), max_prefix_probes=1)
+    engine.add(distinct("low", 0, 20), distinct("next", 100, 3))
+    engine.step()  # low: 16 of 20
+    engine.add(distinct("high", 300, 15, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert [p.request_id for p in record.preempted] == ["low"]
+    assert (record.num_prefill_tokens, record.num_budget_left) == (15, 1)
     engine.run()
 
 

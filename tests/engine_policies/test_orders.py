@@ -49,12 +49,16 @@ def priority(world: World, seq: Sequence) -> tuple:
     return aged(world, seq) or (-request.priority_class, 1, 1, -request.priority, request.arrival)
 
 
-def must_start(seq: Sequence) -> float:
+def due(seq: Sequence) -> float:
     request = seq.request
     dates = [request.deadline] if request.deadline is not None else []
     if request.lane == "interactive":
         dates.append(request.arrival + 3.0)
-    return min(dates, default=INF) - 0.25 * seq.num_tokens
+    return min(dates, default=INF)
+
+
+def must_start(seq: Sequence) -> float:
+    return due(seq) - 0.25 * seq.num_tokens
 
 
 def edf(world: World, seq: Sequence) -> tuple:
@@ -70,8 +74,7 @@ def edf(world: World, seq: Sequence) -> tuple:
 def composite(world: World, seq: Sequence) -> tuple:
     """Of one tenant in the top class."""
     request = seq.request
-    slack = must_start(seq) - world.now
-    by_date = slack if slack > 0 else INF
+    by_date = due(seq) if must_start(seq) > world.now else INF
     return aged(world, seq) or (-2, 1, 1, -request.priority, by_date, request.arrival)
 
 

@@ -2,6 +2,7 @@
 
 import random
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -71,6 +72,72 @@ def test_the_rate_is_never_exceeded(seed: int):
             assert total <= RATE * BURST_SECONDS + RATE * (until - since) + 1e-6
 
 
+def test_what_is_given_back_is_first_of_use_to_who_waits():
+    """Of 10 a second three wait for 1, 2 and 3 s. One that ran used nothing: all start a second earlier, in order, and
+    a newcomer comes behind them."""
+    quotas = Quotas({"t": TenantPolicy(name="t", tokens_per_s=10.0)}, burst_seconds=1.0)
+    assert [quotas.reserve(f"r{i}", "t", 10, 0.0) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    quotas.settle("r0", 0, 0.5)
+    assert list(quotas.reservations("t")) == [("r1", 0.5), ("r2", 1.0), ("r3", 2.0)]
+    assert quotas.ready_at("t", 1, 0.5) == 2.1
+    assert quotas.reserve("new", "t", 10, 0.5) == 3.0
+
+
+def test_nobody_waits_for_one_that_was_cancelled_while_it_waited():
+    """Who came behind it starts when it would have started."""
+    quotas = Quotas({"t": TenantPolicy(name="t", requests_per_s=1.0)}, burst_seconds=1.0)
+    for i in range(4):
+        quotas.reserve(f"r{i}", "t", 1, 0.0)
+    quotas.cancel("r1", 0.5)
+    assert list(quotas.reservations("t")) == [("r0", 0.0), ("r2", 1.0), ("r3", 2.0)]
+    quotas.cancel("r3", 0.5)
+    quotas.cancel("r2", 0.5)
+    assert quotas.ready_at("t", 1, 0.5) == 1.0
+    assert list(quotas.reservations("nobody")) == []
+
+
+def test_what_waits_beyond_a_full_bucket_is_not_lost_when_times_change():
+    """A request larger than the burst waits; what another one gives back counts in full."""
+    quotas = Quotas({"t": TenantPolicy(name="t", tokens_per_s=8.0)}, burst_seconds=2.0)
+    quotas.reserve("r0", "t", 16, 0.0)
+    assert quotas.reserve("large", "t", 40, 0.0) == 2.0  # when the bucket is full; a debt of 24 remains
+    assert quotas.reserve("next", "t", 8, 0.0) == 6.0
+    quotas.settle("r0", 8, 1.0)
+    assert [ready for _, ready in quotas.reservations("t")] == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_of_a_tenant_start_in_the_order_in_which_they_came(seed: int):
+    """Whatever is used, given back, cancelled or re-balanced: times never decrease in that order, and get later only
+    with a smaller share."""
+    rng = random.Random(seed)
+    policy = TenantPolicy(name="t", tokens_per_s=RATE, requests_per_s=8.0)
+    quotas, now = Quotas({"t": policy}, burst_seconds=BURST_SECONDS), 0.0
+    came: list[str] = []
+    for i in range(500):
+        now += rng.choice([0.0, 0.25, 1.0])
+        before = dict(quotas.reservations("t"))
+        kind = rng.choice(["reserve", "reserve", "settle", "cancel", "share"])
+        if kind == "reserve":
+            came.append(f"r{i}")
+            quotas.reserve(came[-1], "t", rng.randint(1, 400), now)
+        elif kind == "share" and rng.random() < 0.2:
+            quotas.share(rng.choice([0.0, 0.25, 0.5, 1.0]), now)
+            before = {}
+        elif came and kind != "share":
+            request_id = came.pop(rng.randrange(len(came)))
+            if kind == "settle" and before[request_id] <= now:
+                quotas.settle(request_id, rng.randint(0, 100), now)
+            else:
+                quotas.cancel(request_id, now)
+        after = list(quotas.reservations("t"))
+        assert [request_id for request_id, _ in after] == came
+        # (Times that have passed are those of another share.)
+        times = [max(ready, now) for _, ready in after]
+        assert all(earlier <= later + 1e-6 for earlier, later in pairwise(times))
+        assert all(ready <= before[request_id] + 1e-6 for request_id, ready in after if request_id in before)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_reservation_leaks(seed: int):
     """What the bucket holds is, at any time, what came in less what was used and is reserved: in exact arithmetic."""
@@ -106,7 +173,7 @@ def test_no_reservation_leaks(seed: int):
         buckets = quotas._buckets.get("t")
         assert len(quotas) == len(reserved)
         if buckets is not None:
-            assert buckets.num_reservations == len(reserved)
+            assert len(buckets.reservations) == len(reserved)
             assert buckets.tokens.level(now) == tokens
             assert buckets.requests.level(now) == requests
     for request_id in reserved:

@@ -1,9 +1,11 @@
 """The step-time model and the budget that it gives a step."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from worker.engine.outputs import BlockCopy, ScheduledSequence, StepPlan
 from worker.engine.step_model import StepBudget, StepCost, StepModel
 
 TRUTH = StepCost(base=0.005, per_prefill_token=3e-5, per_context_token=4e-8, per_decode=2e-5)
@@ -30,6 +32,20 @@ def worst_error(model: StepModel, cost: StepCost = TRUTH) -> float:
     rng = random.Random(99)
     steps = [work(rng) for _ in range(300)]
     return max(abs(model.seconds(*step) / cost.seconds(*step) - 1) for step in steps)
+
+
+def test_a_step_that_copies_teaches_nothing():
+    """Its time is that of the copies, too. Without them the same plan counts: a decode beside a prefill of 8."""
+    plan = StepPlan(
+        1, (), (), (ScheduledSequence(0, 40, 1, (), True), ScheduledSequence(1, 16, 8, (), False)), (BlockCopy(0, 1),)
+    )
+    model, other = fitted(), fitted()
+    before = model.cost
+    model.observe_plan(plan, 10.0)
+    assert model.cost == before
+    model.observe_plan(replace(plan, swap_outs=()), 0.5)
+    other.observe(8, 56, 1, 0.5)
+    assert model.cost == other.cost != before
 
 
 @pytest.mark.parametrize("seed", range(5))

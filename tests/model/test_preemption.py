@@ -87,9 +87,9 @@ def run(
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-def test_preemption_is_invisible_in_the_tokens(mode: str):
+def test_row_38_preemption_is_invisible_in_tokens_and_log_probabilities(mode: str):
     """A pool and seats made too small: swapped and recomputed requests give the tokens of an undisturbed run, with
-    the same log probabilities, whatever they are drawn with."""
+    the same log probabilities and alternatives, whatever they are drawn with."""
     model = load_model("tiny")
     roomy = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 512}
     tight = {"num_blocks": 30, "block_size": 16, "max_num_seqs": 6, "max_num_batched_tokens": 96}
@@ -100,6 +100,8 @@ def test_preemption_is_invisible_in_the_tokens(mode: str):
     assert len(preempted) >= 3
     assert mode == "auto" or {p.mode for p in preempted} >= {mode}
     assert sum(e.stats.swaps + e.stats.recomputes for e in ends) == len(preempted)
+    reporting = [p for p in preempted if tokens[p.request_id, p.choice][0].top and p.num_tokens > 0]
+    assert mode == "auto" or {p.mode for p in reporting} >= {mode}
     assert_same_tokens(tokens, calm)
 
 
@@ -112,11 +114,13 @@ def assert_same_tokens(tokens: dict, calm: dict) -> None:
         for mine, theirs in zip(tokens[key], own, strict=True):
             assert mine.logprob == (theirs.logprob and pytest.approx(theirs.logprob, abs=1e-4))
             assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
+            assert [x for _, x in mine.top] == pytest.approx([x for _, x in theirs.top], abs=1e-4)
 
 
 @pytest.mark.parametrize("num_accepted", [1, 7, 24, 25])
-def test_what_goes_on_from_accepted_tokens_is_the_same(num_accepted: int):
-    """As after a crash: each request is given again with the tokens that its caller has, and draws the same rest."""
+def test_row_38_what_goes_on_from_accepted_tokens_is_the_same(num_accepted: int):
+    """As after a crash: each request is given again with the tokens that its caller has, and draws the same rest, with
+    the same log probabilities and alternatives."""
     model = load_model("tiny")
     limits = {"num_blocks": 400, "block_size": 16, "max_num_seqs": 16, "max_num_batched_tokens": 512}
     calm, _, _ = run(model, **limits)
@@ -133,6 +137,7 @@ def test_what_goes_on_from_accepted_tokens_is_the_same(num_accepted: int):
     rest, _, _ = run(model, everything=resumed, **limits)
     going_on = {key: own[num_accepted:] for key, own in calm.items() if own[num_accepted:]}
     assert len(going_on) > 5
+    assert sum(bool(own[0].top) for own in going_on.values()) > 2
     assert_same_tokens(rest, going_on)
 
 

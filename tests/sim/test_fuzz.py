@@ -1,6 +1,7 @@
 """Seeded worlds around the engine, every checker on; and that the checkers see what they are there for."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,14 +10,29 @@ import pytest
 from schemas.reasons import ErrorCode, FinishReason
 from tests.engine.builders import make_config, make_request
 from worker.engine.block_manager import BlockManager
-from worker.engine.outputs import FinishEvent, Preemption, SampledToken, StepPlan, StepRecord, TokenEvent
+from worker.engine.outputs import (
+    FinishEvent,
+    NewSequence,
+    Preemption,
+    SampledToken,
+    SamplingParams,
+    ScheduledSequence,
+    StepPlan,
+    StepRecord,
+    TokenEvent,
+)
+from worker.engine.planner import Planner
+from worker.engine.policies.turns import ClaimedTurns
 from worker.engine.preemption import VictimChooser
+from worker.engine.quota import _Buckets
 from worker.engine.request import Sequence
 from worker.engine.scheduler import Scheduler
+from worker.engine.tiers import TierPolicy
 from worker.sim import fuzz
-from worker.sim.checkers import Checker, Delivered, Endings, Entry, Idle, Limits, PingPong, Progress, Tokens
+from worker.sim.checkers import Checker, Delivered, Endings, Entry, Idle, Limits, Pauses, PingPong, Progress, Tokens
 from worker.sim.fuzz import finished_seeds, replay, run_seed
 from worker.sim.oracle import Undisturbed
+from worker.sim.world import World
 
 NUM_STEPS = 5000
 CHOICE = Undisturbed((7, 8), "ab", FinishReason.LENGTH)
@@ -46,26 +62,41 @@ def test_the_same_seed_is_the_same_world():
     assert (first.num_steps, first.num_requests) == (second.num_steps, second.num_requests)
 
 
-def test_worlds_have_every_kind_of_trouble():
-    """Seeds have preemption by swap and by recompute, failed copies, cached prefixes, and every way to end."""
+def test_worlds_have_every_kind_of_trouble(monkeypatch: pytest.MonkeyPatch):
+    """Seeds have preemption by swap and by recompute, failed copies, cached prefixes, pauses, claimed turns, requests
+    held back by a quota, and every way to end."""
     ends: set[tuple[FinishReason, ErrorCode | None]] = set()
     totals = dict.fromkeys(("total_swaps", "total_recomputes", "total_failed_copies", "total_cached_tokens"), 0)
+    others: Counter[str] = Counter()
 
     class Recorder(Checker):
         def event(self, entry: Entry, event: TokenEvent | FinishEvent, now: float) -> None:
             if isinstance(event, FinishEvent):
                 ends.add((event.reason, event.error))
 
+    def count(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def counted(self: object, *arguments: object) -> object:
+            result = method(self, *arguments)
+            others[name] += bool(result)
+            return result
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count(Planner, "_pauses")
+    count(ClaimedTurns, "take")
+    count(World, "_hold_back")
     for seed in range(12):
-        world = fuzz.World(seed)
+        world = World(seed)
         world.checkers.append(Recorder())
         world.run(500)
         for name in totals:
             totals[name] += getattr(world.scheduler.stats(), name)
     assert all(totals.values()), totals
     errors = {(FinishReason.ERROR, ErrorCode.INTERNAL), (FinishReason.ERROR, ErrorCode.EXCEEDS_KV_CAPACITY)}
-    others = {(reason, None) for reason in FinishReason if reason is not FinishReason.ERROR}
-    assert ends == errors | others
+    assert ends == errors | {(reason, None) for reason in FinishReason if reason is not FinishReason.ERROR}
+    assert min(others[name] for name in ("_pauses", "take", "_hold_back")) > 0, others
 
 
 def equal_victim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +130,24 @@ def lost_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_fall_back", lambda self, flight, failed: None)
 
 
+def endless_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode pauses for a higher class as often as that likes."""
+    monkeypatch.setattr(Planner, "_pauses", lambda self, seq, for_class: seq.priority_class < for_class)
+
+
 def lost_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that was cancelled in its seat keeps it."""
     monkeypatch.setattr(Scheduler, "_release_leaving", lambda self: ())
 
 
+def late_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back is not of use to those who wait for their quota."""
+    monkeypatch.setattr(_Buckets, "untake_uncovered", lambda self, now: [])
+
+
 @pytest.mark.parametrize(
-    "break_rule", [equal_victim, wrong_token, early_deadline, no_pinning, lost_copy, lost_sequence]
+    "break_rule",
+    [equal_victim, wrong_token, early_deadline, no_pinning, lost_copy, endless_pause, late_delay, lost_sequence],
 )
 def test_a_broken_rule_is_found(break_rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     """The seeds of `make test` notice each of these within 1,000 steps, and say how to replay it."""
@@ -208,6 +250,34 @@ def test_nobody_plays_ping_pong():
     fails("S6", lambda: checker.stepped(displaced("high"), entries))
     checker.added(Entry(make_request("low"), low.expected, low.delivered))
     checker.stepped(displaced("high"), entries)
+
+
+def test_a_decode_pauses_for_a_higher_class_and_not_too_long():
+    """S8: beside no prefill of a higher class, against its target, or too long. One without a slot may wait."""
+    slow = TierPolicy(name="standard")
+
+    def steps(*others: int, num_tokens: int = 3, tier: TierPolicy = slow) -> None:
+        """Sequence 0, of class 1 and with blocks of 4 slots, has sampled and gets nothing beside prefills of others."""
+        scheduler = Scheduler(make_config(max_pauses=2, tiers={"standard": tier}))
+        checker = Pauses(scheduler.config)
+        for priority_class in (1, *others):
+            checker.added(entry(priority_class=priority_class))
+        checker.planned(plan(opened(0, num_tokens, samples=True)), scheduler)
+        for number in range(1, len(others) + 1):
+            checker.planned(plan(opened(number, 5, samples=False)), scheduler)
+
+    def opened(seq_id: int, num_tokens: int, *, samples: bool) -> ScheduledSequence:
+        return ScheduledSequence(seq_id, 0, num_tokens, tuple(range(-(-num_tokens // 4))), samples)
+
+    def plan(part: ScheduledSequence) -> StepPlan:
+        row = NewSequence(part.seq_id, (0,) * part.num_tokens, part.num_tokens, 0, SamplingParams(), ())
+        return StepPlan(1, (), (row,), (part,))
+
+    steps(2, 2)
+    steps(1, 1, 0, num_tokens=4)
+    fails("S8", lambda: steps(2, 2, 2))
+    fails("S8", lambda: steps(1))
+    fails("S8", lambda: steps(2, tier=TierPolicy(name="standard", tpot=1.0)))
 
 
 def test_limits_and_idleness():

@@ -13,7 +13,7 @@ from worker.sim.fleet import Slo
 from worker.sim.levels import load_levels
 from worker.sim.profile import PROFILES, load_profile
 from worker.sim.summary import percentile
-from worker.sim.trace import Arrival, parse_trace, read_trace
+from worker.sim.trace import Arrival, read_trace
 
 HEADER = "arrival_s,tenant,input_tokens,output_tokens"
 STEADY = """
@@ -81,7 +81,9 @@ def test_the_same_arguments_give_the_same_bytes(tmp_path: Path):
     """JSON, table and picture; another seed spreads requests over two workers in another way."""
     rows = [f"{i / 50},t{i % 3},{5 + i % 40},{1 + i % 30}" for i in range(60)]
     picture = tmp_path / "p.svg"
-    for options in (("--json",), ("--workers", "2", "--seed", "1", "--json"), ("--plot", str(picture))):
+    srtf = ("--policy", "srtf", "--tiers", str(tmp_path / "late.toml"), "--json")
+    (tmp_path / "late.toml").write_text("[tiers.standard]\ndeadline = 0.5\nrefuse_unreachable = true\n")
+    for options in (("--json",), ("--workers", "2", "--seed", "1", "--json"), ("--plot", str(picture)), srtf):
         first = run(tmp_path, rows, *options), picture.read_bytes() if picture.exists() else b""
         assert first == (run(tmp_path, rows, *options), picture.read_bytes() if picture.exists() else b"")
     seeds = [figures(tmp_path, rows, "--workers", "2", "--seed", seed)["tiers"] for seed in "12"]
@@ -109,7 +111,7 @@ def test_tiers_come_from_the_trace_else_from_the_tenant_else_by_default(tmp_path
     assert found["preemptions"]["swap"] + found["preemptions"]["recompute"] > 0
     other = figures(tmp_path, ["0,bob,4,5,gold", "0,bob,4,5,"], header=HEADER + ",tier")
     assert list(other["tiers"]) == ["standard", "gold"]
-    assert "has not" in run(tmp_path, ["0,bob,4,5,gold"], *options, header=HEADER + ",tier", status=1)
+    assert "has not" in run(tmp_path, ["0,bob,4,5,gold"], *options, header=HEADER + ",tier", status=2)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path):
@@ -121,6 +123,45 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path):
     late = figures(tmp_path, long, "--tiers", str(tmp_path / "tiers.toml"))
     assert late["finished"] + late["refused"] + late["expired"] == 44
     assert late["expired"] > 0
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path):
+    """As in the worker: by the length that is predicted for the tenant, and by what the step decodes beside it.
+
+    At 10 ms a step and 128 tokens, what a tenant without a history is taken for, an answer takes 1.28 s.
+    """
+    path = tmp_path / "late.toml"
+    path.write_text("[tiers.standard]\ndeadline = 1.0\nrefuse_unreachable = true\n[tiers.other]\n")
+
+    def ends(*rows: str, profile: str = STEADY) -> tuple[int, int, int]:
+        (tmp_path / "machine.toml").write_text(profile)
+        options = ("--tiers", str(path), "--profile", str(tmp_path / "machine.toml"))
+        found = figures(tmp_path, list(rows), *options, header=HEADER + ",tier")
+        return found["finished"], found["refused"], found["expired"]
+
+    assert ends("0,ann,4,200,") == (0, 1, 0)
+    assert ends("0,ann,4,50,") == (1, 0, 0)
+    # It is known by then that ann's answers are short: what was thought too long is admitted, and is too long.
+    history = [f"{i},ann,4,5,other" for i in range(40)]
+    assert ends(*history, "50,ann,4,200,") == (40, 0, 1)
+    # A step with another decode takes 20 ms instead of 10: then 80 tokens are too many.
+    slow = STEADY.replace("base_s = 0.01", "base_s = 0.0").replace("decode_s = 0.0", "decode_s = 0.01")
+    assert ends("0,ann,4,80,", profile=slow) == (1, 0, 0)
+    assert ends("0,bob,4,380,other", "0.5,ann,4,80,", profile=slow) == (1, 1, 0)
+
+
+def test_srtf_learns_how_long_the_answers_of_a_tenant_are(tmp_path: Path):
+    """One seat: of two that wait the one whose tenant has answered shortly goes first, though it came later."""
+    history = [f"{2 * i},short,4,5" for i in range(20)] + [f"{2 * i + 1},long,4,90" for i in range(20)]
+    rows = [*history, "100,first,4,100", "100.1,long,4,100", "100.2,short,4,100"]
+    one_seat = STEADY.replace("max_num_seqs = 2", "max_num_seqs = 1")
+    (tmp_path / "seat.toml").write_text(one_seat)
+    waits = {}
+    for policy in ("fcfs", "srtf"):
+        found = figures(tmp_path, rows, "--policy", policy, "--profile", str(tmp_path / "seat.toml"))
+        waits[policy] = [found["tenants"][name]["ttft_ms"]["p99"] for name in ("short", "long")]
+    assert waits["fcfs"] == [1810, 910]
+    assert waits["srtf"] == [810, 1910]
 
 
 def test_how_many_workers_a_promise_needs(tmp_path: Path):
@@ -150,24 +191,6 @@ def test_the_table_is_for_people(tmp_path: Path):
         assert words in said
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--policy", "lifo"), "there is no policy lifo"),
-        (("--profile", "tpu"), "neither a file nor one of"),
-        (("--slo", "standard"), "an SLO is"),
-        (("--slo", "gold:ttft=1"), "there is no tier gold"),
-        (("--rate", "0"), "rate must be above 0"),
-        (("--tiers", "none.toml"), "none.toml"),
-    ],
-)
-def test_a_mistake_is_one_sentence(tmp_path: Path, options: tuple[str, ...], words: str):
-    """What is wrong with an option comes without a traceback, and the status is 1."""
-    said = run(tmp_path, ["0,a,1,1"], *options, status=1)
-    assert words in said
-    assert "Traceback" not in said
-
-
 def test_usage_mistakes(tmp_path: Path):
     """Without a trace, or with a picture that is no SVG, the usage is shown."""
     assert CliRunner().invoke(app, ["simulate"]).exit_code == 2
@@ -181,23 +204,6 @@ def test_a_seed_of_the_fuzzer_replays():
     assert "seed 1:" in result.output
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("arrival_s,tenant\n0,a", "no column input_tokens, output_tokens"),
-        (HEADER + "\n0,a,1,1\nx,a,1,1", "line 3"),
-        (HEADER + "\n-1,a,1,1", "arrival_s"),
-        (HEADER + "\n0,a,-1,1", "negative"),
-        (HEADER + "\n0,a,1", "line 2"),
-        (HEADER, "no requests"),
-    ],
-)
-def test_a_broken_trace_names_its_line(text: str, words: str):
-    """Missing columns and values, negative counts and times, and nothing at all."""
-    with pytest.raises(ValueError, match=words):
-        parse_trace(text.splitlines())
-
-
 def test_a_count_of_nothing_is_one(tmp_path: Path):
     """Traces have requests without output; the engine serves a token at least."""
     (tmp_path / "t.csv").write_text(HEADER + "\n1.5,a,0,0\n")
@@ -205,7 +211,7 @@ def test_a_count_of_nothing_is_one(tmp_path: Path):
 
 
 def test_tiers_and_tenants_from_a_file(tmp_path: Path):
-    """Policies, classes, deadlines and limits; what it does not know it refuses."""
+    """Policies, classes, deadlines and limits."""
     path = tmp_path / "tiers.toml"
     path.write_text(TIERS)
     levels = load_levels(path)
@@ -214,19 +220,10 @@ def test_tiers_and_tenants_from_a_file(tmp_path: Path):
     assert levels.deadlines == {"slow": 20.0}
     assert levels.limits["slow"].max_queued_tokens == 100
     assert levels.tenants == {"ann": TenantPolicy(name="ann", weight=2.0)}
-    for text, words in (
-        ("[tiers.a]\nspeed = 1", "knows no speed"),
-        ("[tenants.a]", "there is no"),
-        ('[tiers.a]\ntenants = ["x"]\n[tiers.b]\ntenants = ["x"]', "tenant x"),
-        ("[tiers", "tiers.toml"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            load_levels(path)
 
 
 def test_profiles(tmp_path: Path):
-    """A file may begin with a named profile; values out of range, unknown and missing ones are refused."""
+    """A file may begin with a named profile."""
     path = tmp_path / "mine.toml"
     path.write_text('like = "h200"\nnum_blocks = 10\n')
     mine = load_profile(str(path))
@@ -234,17 +231,6 @@ def test_profiles(tmp_path: Path):
     assert mine.step_s(2, 3, 4, 5) == pytest.approx(
         mine.base_s + 2 * mine.prefill_s + 3 * mine.context_s + 4 * mine.decode_s + 5 * mine.swap_s
     )
-    for text, words in (
-        ('like = "h200"\nnum_blocks = 0', "num_blocks"),
-        ('like = "h200"\nprefill_s = -1.0', "prefill_s"),
-        ('like = "h200"\nbase_s = 0.0\ndecode_s = 0.0', "take time"),
-        ("speed = 1", "speed"),
-        ('like = "tpu"', "tpu"),
-        ("=", "mine.toml"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            load_profile(str(path))
 
 
 def test_percentiles_are_nearest_rank():
@@ -257,7 +243,7 @@ def test_percentiles_are_nearest_rank():
 def test_an_slo_is_read():
     """TIER:ttft=S,tpot=S."""
     assert Slo.parse("a:ttft=1.5,tpot=0.1") == Slo("a", 1.5, 0.1)
-    for text in ("a:", ":ttft=1", "a:ttft=x", "a:p99=1"):
+    for text in ("a:", ":ttft=1", "a:ttft=x", "a:p99=1", "a:ttft=nan", "a:ttft=-1", "a:ttft=inf"):
         with pytest.raises(ValueError, match="an SLO is"):
             Slo.parse(text)
 

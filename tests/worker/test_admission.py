@@ -195,6 +195,43 @@ async def test_cancel_ends_a_delayed_request_at_once():
     assert sum(len(step.admitted) for step in world.steps) == 1
 
 
+async def test_the_delayed_move_up_and_keep_their_order():
+    """One that waits is cancelled: those behind it start a second earlier, one by one, and a newcomer behind them."""
+    world = World(**ONE_A_SECOND)
+    for name in "abcd":
+        world.publish(name, headers=SLOW)
+    async with world.worker() as server:
+        world.deliver(server)
+        await until(lambda: server.num_calls == 3)
+        server.cancel(Cancel(b"b"))
+        await until(lambda: server.num_calls == 2)
+        world.publish("e", headers=SLOW)
+        world.deliver(server)
+        await until(lambda: server.gate.num_delayed == 3)
+        for second, name in ((1.0, "c"), (2.0, "d"), (3.0, "e")):
+            world.clock.move_to(second)
+            await until(lambda: world.answer(name).ended)  # noqa: B023
+            assert server.gate.num_delayed == 3 - second
+        await world.serve(server)
+        assert holds_nothing(server)
+
+
+async def test_what_is_given_back_lets_the_delayed_in_at_once():
+    """Of what covers 40 tokens a has reserved them all and used few: b and c, reserved behind it, need not wait on."""
+    world = World(tenants={"slow": Tenant(tokens_per_s=1.0)}, quota_burst_seconds=40.0)
+    world.publish("a", headers=SLOW, max_tokens=39)
+    world.publish("b", headers=SLOW, max_tokens=5)
+    world.publish("c", headers=SLOW, max_tokens=5)
+    async with world.worker() as server:
+        world.deliver(server)
+        await until(lambda: server.gate.num_delayed == 2)
+        server.cancel(Cancel(b"a"))
+        await until(lambda: not server.num_calls)
+        assert holds_nothing(server)
+    assert [len(world.answer(name).token_ids[0]) for name in "bc"] == [5, 5]
+    assert world.answer("c").begin.queued_ms == 0.0
+
+
 async def test_a_share_that_shrinks_delays_longer_until_the_deadline():
     """A tenth of the rate: what was to start after 1 s would after 10 s, so its deadline ends it after 2 s."""
     world = World(**ONE_A_SECOND)

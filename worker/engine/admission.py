@@ -82,7 +82,8 @@ class _Queued:
 
 
 class Admission:
-    """Decides for each new request. One loop drives it; every operation is O(1), but for deadlines O(seconds ahead).
+    """Decides for each new request. One loop drives it; every operation is O(1), but for deadlines O(seconds ahead),
+    and an end O(those of its tenant that are delayed).
 
     `chunk`: tokens of a full step (the token budget). `load`: what a step decodes now, as (decodes, context tokens).
     `share_seats`: told of this worker's share, for the limits that others keep (`PolicyQueue.share`). Without a fitted

@@ -38,9 +38,9 @@ class SchedulerConfig:
     max_prefix_probes: int = 128  # waiting sequences looked at in a step
     max_prefix_waits: int = 16  # steps that a sequence waits for a prefix which another one computes
     look_ahead: int = 8  # sequences that do not fit and may be passed over in a step
-    max_overtaken: int = 32  # steps in which a sequence that does not fit may be passed over
+    max_overtaken: int = 32  # once so many were seated past a sequence that does not fit, nobody is any more
     max_pauses: int = 16  # steps in a row in which a decode gives its token to the prefill of a higher class; 0: never
-    arrival_share: float = 0.05  # of a tier's TTFT target: how long the prefill of others may make an arrival wait
+    arrival_share: float = 0.02  # of a tier's TTFT target: how long the prefill of others may make an arrival wait
     finish_soon: int = 2  # a sequence with at most so many tokens to go is not preempted
     tiers: Mapping[str, TierPolicy] = field(default_factory=dict)  # lane -> tier
 

@@ -20,6 +20,7 @@ from worker.engine.waiting import WaitingQueue
 
 _RUNNING = SequenceStatus.RUNNING
 _NO_BLOCKS: tuple[int, ...] = ()
+_NO_BARRIER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Planner:
         self._step = 0
         self._now = 0.0
         self._num_claimed = 0  # blocks, free soon, that paused decodes will take
-        self._barrier: int | None = None  # classes below have no use of what a preemption freed
+        self._barrier = _NO_BARRIER  # classes below get no seat: what a preemption freed is not for them
         self._passed: dict[int, None] = {}  # seq_ids of the waiting that were looked at and stay
         self._misfits: list[Sequence] = []  # of them, those for whom there was no room
         self._num_probes = 0
@@ -116,29 +117,45 @@ class Planner:
         draft = self._draft = StepDraft(self._config.max_num_batched_tokens)
         self._step, self._now = step, now
         self._num_claimed = self._num_probes = 0
-        self._barrier = None
+        self._barrier = _NO_BARRIER
         self._passed = {}
         self._misfits = []
         self._is_closed = False
         self._below_waterline = self._is_below_waterline()
-        prefills, pausing = self._grant_decodes(self.running, self._pausing_class())
-        draft.num_context_tokens = sum([part.start + 1 for part in draft.scheduled])
-        draft.budget = self._prefill_room(draft.num_decode_tokens, draft.num_context_tokens)
-        for seq in prefills:
-            self._admit_waiting(above=seq.priority_class)
-            if seq.status is _RUNNING:
-                self._advance(seq)
-        self._admit_waiting()
+        pausing_class = self._pausing_class()
+        prefills, pausing = self._grant_decodes(self.running, pausing_class)
+        draft.budget = self._budget_left()
+        if pausing and pausing_class is not None:
+            self._prefill([seq for seq in prefills if seq.priority_class >= pausing_class], above=pausing_class - 1)
+            prefills = [seq for seq in prefills if seq.priority_class < pausing_class]
+            if draft.num_prefill_tokens:
+                draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
+            else:
+                self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
+                draft.budget = self._budget_left()
+        self._prefill(prefills)
         self._starved_class = self._class_without_budget()
-        if draft.num_prefill_tokens:
-            draft.paused += [seq for seq in pausing if seq.status is _RUNNING]
-        else:
-            self._grant_decodes(pausing, None)  # nobody could use what they gave up: blocks are draining
-            draft.budget = min(draft.budget, self._config.max_num_batched_tokens - draft.num_decode_tokens)
         if self._blocks.host.num_used and not draft.preempted:
             self._prefetch()
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
         return draft
+
+    def _budget_left(self) -> int:
+        """Tokens of prefill beside the decodes of the draft, of which none has a prefill yet."""
+        draft = self._draft
+        draft.num_context_tokens = sum([part.start + 1 for part in draft.scheduled])
+        return self._prefill_room(draft.num_decode_tokens, draft.num_context_tokens)
+
+    def _prefill(self, seated: Items[Sequence], above: int | None = None) -> None:
+        """Goes on with the prefills of the seated, each after the waiting of a higher class; then seats the waiting.
+
+        above: of them, only those of higher classes.
+        """
+        for seq in seated:
+            self._admit_waiting(above=seq.priority_class)
+            if seq.status is _RUNNING:
+                self._advance(seq)
+        self._admit_waiting(above)
 
     def _pausing_class(self) -> int | None:
         """Decodes of lower classes pause in this step: its budget beside them is too small for the prefill of this one.
@@ -220,7 +237,7 @@ class Planner:
         if not victims and self._victims.waits_for_end(seq, self.running):
             self._draft.paused.append(seq)
             return False
-        self._raise_barrier(seq.priority_class + 1)
+        self._barrier = max(self._barrier, seq.priority_class + 1)
         for victim in victims or (seq,):
             self._preempt(victim, "block", seq)
         return bool(victims)
@@ -300,9 +317,10 @@ class Planner:
             if seq is None:
                 return
             has_room = self._prefill_left(seq.request.lane) > 0
-            if not has_room or (above is not None and seq.priority_class <= above):
+            floor = self._barrier if above is None else max(above + 1, self._barrier)
+            if not has_room or seq.priority_class < floor:
                 # A raised one of a lower class may stand before one of a higher class, which need not wait for it.
-                seq = self._first_above(seq.priority_class if above is None else max(above, seq.priority_class))
+                seq = self._first_of(max(floor, seq.priority_class + 1))
                 if seq is None:
                     return
                 has_room = self._prefill_left(seq.request.lane) > 0
@@ -324,25 +342,20 @@ class Planner:
                 return seq
         return None
 
-    def _first_above(self, priority_class: int) -> Sequence | None:
-        """The first of the waiting of a higher class than that, among as many as a step looks at."""
-        if max(self._waiting_by_class, default=priority_class) <= priority_class:
+    def _first_of(self, floor: float) -> Sequence | None:
+        """The first of the waiting of that class or a higher one, among as many as a step looks at."""
+        if max(self._waiting_by_class, default=floor - 1) < floor:
             return None
         for seq in self._waiting.first(self._now, self._config.max_prefix_probes):
-            if seq.priority_class > priority_class and seq.seq_id not in self._passed:
+            if seq.priority_class >= floor and seq.seq_id not in self._passed:
                 return seq
         return None
 
     def _try_to_admit(self, seq: Sequence) -> bool:
         """Seats it if it fits, by preemption if it may; False: it stays, for now."""
         config, blocks = self._config, self._blocks
-        if seq.preempted_step == self._step:
-            return False  # its copy out, if any, is still to be made
         is_full = len(self.running) >= config.max_seats
         may_displace = self._may_displace(seq)
-        if self._barrier is not None and seq.priority_class < self._barrier:
-            self._is_closed = True
-            return False
         if not may_displace and (is_full or not self._below_waterline):
             return self._note_misfit(seq)
         self._num_probes += 1
@@ -373,7 +386,7 @@ class Planner:
         for victim in victims:
             self._preempt(victim, cause, seq)
         if victims:
-            self._raise_barrier(seq.priority_class)
+            self._barrier = max(self._barrier, seq.priority_class)
         return bool(victims)
 
     def _take_seat(self, seq: Sequence) -> None:
@@ -430,9 +443,6 @@ class Planner:
             or self._steps_without_prefill >= config.max_waiting_steps
         )
 
-    def _raise_barrier(self, priority_class: int) -> None:
-        self._barrier = priority_class if self._barrier is None else max(self._barrier, priority_class)
-
     def _preempt(self, victim: Sequence, cause: Cause, beneficiary: Sequence) -> None:
         """Takes the seat and the blocks of a running sequence; it waits from now on, with its age."""
         draft, blocks = self._draft, self._blocks
@@ -449,7 +459,6 @@ class Planner:
         else:
             blocks.release(victim)
             victim.num_recomputes += 1
-        victim.preempted_step = self._step
         victim.move_to(SequenceStatus.WAITING)
         self.enqueue(victim, self._now)
         request = victim.request

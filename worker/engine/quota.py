@@ -3,12 +3,12 @@
 Rates are of the whole deployment; a worker enforces its share, which is renewed at every re-balance. A request reserves
 its prompt and the most that it may generate when it comes; what it did not use is given back when it ends. A bucket may
 be in debt: then a reservation is good from the time at which the debt is paid (virtual scheduling, as in the GCRA of
-ITU-T I.371), so requests of one tenant start in the order in which they came, but for a newcomer that what was given
-back meanwhile covers at once.
+ITU-T I.371). What is given back meanwhile is first of use to those that wait: they are reserved anew, in order. So
+requests of one tenant start in the order in which they came.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from worker.engine.tiers import TenantPolicy
 
@@ -65,17 +65,20 @@ class TokenBucket:
         """Returns a part of what was taken. Beyond a full bucket it is lost, as unused time is."""
         self._level = min(self.capacity, self.level(now) + amount)
 
+    def untake(self, amount: float, now: float) -> None:
+        """As if it had not been taken: beyond a full bucket, too. It is taken again at the same time."""
+        self._level = self.level(now) + amount
+
     def share(self, fraction: float, now: float) -> None:
         """This worker's part of the deployment's rate is `fraction` from now on. What it holds scales; a debt stays."""
         level, old_capacity = self.level(now), self.capacity
         self._fraction = fraction
         if level > 0:
-            self._level = level * self.capacity / old_capacity
+            self._level = level * self.capacity / old_capacity if old_capacity else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Reservation:
-    tenant: str
     num_tokens: int
     ready_at: float
 
@@ -84,7 +87,7 @@ class _Reservation:
 class _Buckets:
     requests: TokenBucket | None
     tokens: TokenBucket | None
-    num_reservations: int = 0
+    reservations: dict[str, _Reservation] = field(default_factory=dict)  # as they came, so their times never decrease
 
     def ready_at(self, num_tokens: int, now: float) -> float:
         ready = now
@@ -109,6 +112,24 @@ class _Buckets:
         if self.tokens is not None:
             self.tokens.give_back(num_tokens, now)
 
+    def untake_uncovered(self, now: float) -> list[_Reservation]:
+        """Takes back what is reserved and not covered yet; returns it in order, for `retake`. O(those)."""
+        uncovered: list[_Reservation] = []
+        for held in reversed(self.reservations.values()):
+            if held.ready_at <= now:
+                break
+            uncovered.append(held)
+        if self.requests is not None:
+            self.requests.untake(len(uncovered), now)
+        if self.tokens is not None:
+            self.tokens.untake(sum([held.num_tokens for held in uncovered]), now)
+        return uncovered[::-1]
+
+    def retake(self, uncovered: list[_Reservation], now: float) -> None:
+        """Takes it anew: each has a new time."""
+        for held in uncovered:
+            held.ready_at = self.take(held.num_tokens, now)
+
 
 class Quotas:
     """The buckets of all tenants and what is reserved from them. Not for requests that have begun elsewhere.
@@ -130,12 +151,12 @@ class Quotas:
         self._burst_seconds = burst_seconds
         self._fraction = 1.0
         self._buckets: dict[str, _Buckets] = {}
-        self._reservations: dict[str, _Reservation] = {}
+        self._tenant_of: dict[str, str] = {}  # of the requests with a reservation
         self._max_buckets = 1024
 
     def __len__(self) -> int:
         """Reservations that are held."""
-        return len(self._reservations)
+        return len(self._tenant_of)
 
     def share(self, fraction: float, now: float) -> None:
         """This worker enforces `fraction` (0 to 1) of every rate from now on: lane partitions held over all of them.
@@ -144,16 +165,12 @@ class Quotas:
         """
         assert 0 <= fraction <= 1, f"a share of {fraction}"
         self._fraction = fraction
-        uncovered = [(name, held) for name, held in self._reservations.items() if held.ready_at > now]
-        for _, held in uncovered:
-            self._buckets[held.tenant].give_back(1, held.num_tokens, now)
         for buckets in self._buckets.values():
+            uncovered = buckets.untake_uncovered(now)
             for bucket in (buckets.requests, buckets.tokens):
                 if bucket is not None:
                     bucket.share(fraction, now)
-        for request_id, held in uncovered:
-            ready = self._buckets[held.tenant].take(held.num_tokens, now)
-            self._reservations[request_id] = replace(held, ready_at=ready)
+            buckets.retake(uncovered, now)
 
     def ready_at(self, tenant: str, num_tokens: int, now: float) -> float:
         """When a request of so many tokens could start, were it reserved now; infinite without a share."""
@@ -161,20 +178,28 @@ class Quotas:
 
     def reserve(self, request_id: str, tenant: str, num_tokens: int, now: float) -> float:
         """Reserves one request of so many tokens; returns when it may start. `settle` or `cancel` must follow."""
-        assert request_id not in self._reservations, f"request {request_id} has a reservation"
+        assert request_id not in self._tenant_of, f"request {request_id} has a reservation"
         buckets = self._buckets_of(tenant, now)
-        ready = buckets.take(num_tokens, now)
-        buckets.num_reservations += 1
-        self._reservations[request_id] = _Reservation(tenant, num_tokens, ready)
-        return ready
+        self._tenant_of[request_id] = tenant
+        held = buckets.reservations[request_id] = _Reservation(num_tokens, buckets.take(num_tokens, now))
+        return held.ready_at
 
     def reserved_until(self, request_id: str) -> float | None:
-        """When the reservation of that request is covered; None: it has none."""
-        reservation = self._reservations.get(request_id)
-        return None if reservation is None else reservation.ready_at
+        """When the reservation of that request is covered; None: it has none. Asked again it may be earlier."""
+        tenant = self._tenant_of.get(request_id)
+        return None if tenant is None else self._buckets[tenant].reservations[request_id].ready_at
+
+    def reservations(self, tenant: str) -> Iterator[tuple[str, float]]:
+        """The tenant's requests with a reservation in the order in which they came, and when each is covered."""
+        buckets = self._buckets.get(tenant)
+        for request_id, held in buckets.reservations.items() if buckets else ():
+            yield request_id, held.ready_at
 
     def settle(self, request_id: str, num_used: int, now: float) -> None:
-        """The request has ended after so many tokens: gives back the rest. Without a reservation: nothing."""
+        """The request has ended after so many tokens: gives back the rest, in O(those of its tenant that wait).
+
+        Without a reservation: nothing.
+        """
         self._end(request_id, num_used, 0, now)
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -182,12 +207,13 @@ class Quotas:
         self._end(request_id, 0, 1, now)
 
     def _end(self, request_id: str, num_used: int, num_requests: int, now: float) -> None:
-        reservation = self._reservations.pop(request_id, None)
-        if reservation is None:
+        tenant = self._tenant_of.pop(request_id, None)
+        if tenant is None:
             return
-        buckets = self._buckets[reservation.tenant]
-        buckets.num_reservations -= 1
-        buckets.give_back(num_requests, max(0, reservation.num_tokens - num_used), now)
+        buckets = self._buckets[tenant]
+        held = buckets.reservations.pop(request_id)
+        buckets.give_back(num_requests, max(0, held.num_tokens - num_used), now)
+        buckets.retake(buckets.untake_uncovered(now), now)
 
     def _buckets_of(self, tenant: str, now: float) -> _Buckets:
         buckets = self._buckets.get(tenant)
@@ -207,7 +233,7 @@ class Quotas:
         self._buckets = {
             tenant: buckets
             for tenant, buckets in self._buckets.items()
-            if buckets.num_reservations
+            if buckets.reservations
             or any(b is not None and b.level(now) < b.capacity for b in (buckets.requests, buckets.tokens))
         }
         self._max_buckets = 2 * max(len(self._buckets), 512)

@@ -79,7 +79,6 @@ class Sequence:
         "opened_step",
         "order_key",
         "output",
-        "preempted_step",
         "priority_class",
         "request",
         "seq_id",
@@ -107,13 +106,12 @@ class Sequence:
         self.urgency: tuple[float, ...] = ()  # its place among the running, set when it takes a seat
         self.has_row = False  # the runner knows it
         self.opened_step = 0  # when its block table was last opened: it is no victim in that step
-        self.preempted_step = 0  # when it last lost its seat: it does not come back in that step
         self.num_swaps = 0
         self.num_recomputes = 0
         self.num_cached: int | None = None  # prompt tokens found computed when it first took a seat
         self.num_lost = 0  # tokens computed when it was last preempted, not yet computed again or restored
         self.num_prefix_waits = 0  # steps that it waited for a prefix which another one computes
-        self.num_overtaken = 0  # steps in which it did not fit and another one behind it was seated
+        self.num_overtaken = 0  # how many were seated past it since it last had a seat, because it did not fit
         self.num_pauses = 0  # how often its token went to a higher class, counted up to the bound and again from 0
         eos_token_ids = () if request.ignore_eos else request.eos_token_ids
         self._end_tokens = dict.fromkeys((*eos_token_ids, *request.stop_token_ids))

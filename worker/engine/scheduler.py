@@ -111,6 +111,10 @@ class Scheduler:
         """What the last applied step did; None before the first."""
         return self._last_record
 
+    def load(self) -> tuple[int, int]:
+        """What a step decodes now, at most: (sequences with a seat, tokens that their blocks hold)."""
+        return len(self._running), self._blocks.device.num_used * self.config.block_size
+
     def stats(self) -> EngineStats:
         device, host, totals = self._blocks.device, self._blocks.host, self._totals
         return EngineStats(

@@ -1,4 +1,4 @@
-"""What must hold in every run of the fuzzed world. One class per invariant; its assertions name the number.
+"""What must hold in every run of the fuzzed world. One class per invariant but the last; assertions name the number.
 
 | | always true |
 |---|---|
@@ -10,6 +10,9 @@
 | S6 | No ping-pong: nobody is displaced and seated in one step, for a seat by its own class, or more often than |
 |    | pinning allows. |
 | S7 | An idle engine holds nothing. |
+| S8 | A decode that has a slot for its token gives it up only to the prefill of a higher class, never where its tier |
+|    | has a TPOT target, and at most `max_pauses` steps in a row. |
+| S9 | Requests of a tenant get past its quota in the order in which they came (world.py). |
 """
 
 from collections import Counter
@@ -225,3 +228,53 @@ class Idle(Checker):
         assert stats.num_host_blocks_used == 0, f"S7: idle with {stats.num_host_blocks_used} host blocks"
         assert stats.num_blocks_draining == 0, f"S7: idle with {stats.num_blocks_draining} draining blocks"
         assert scheduler.next_deadline is None, "S7: idle with a deadline"
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the runner knows of a seated sequence."""
+
+    num_slots: int = 0
+    num_computed: int = 0
+    decodes: bool = False  # its last token was sampled: one is left to compute
+    num_pauses: int = 0  # steps in a row
+
+    @property
+    def can_decode(self) -> bool:
+        return self.decodes and self.num_computed < self.num_slots
+
+
+class Pauses(Checker):
+    """S8. A decode that needs a block may have to wait for that: its pauses do not count."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._requests: list[Request] = []  # by the scheduler's number of the sequence
+        self._rows: dict[int, _Row] = {}
+
+    def added(self, entry: Entry) -> None:
+        self._requests += [entry.request] * entry.request.n
+
+    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        rows, config = self._rows, self._config
+        for seq_id in plan.removed:
+            del rows[seq_id]
+        rows.update({new.seq_id: _Row() for new in plan.new})
+        paused = {seq_id: row for seq_id, row in rows.items() if row.can_decode}
+        prefills: list[int] = []
+        for part in plan.scheduled:
+            row = rows[part.seq_id]
+            if not row.decodes:
+                prefills.append(self._requests[part.seq_id].priority_class)
+            paused.pop(part.seq_id, None)
+            row.num_pauses = 0
+            row.num_slots += len(part.new_block_ids) * config.block_size
+            row.num_computed = part.start + part.num_tokens
+            row.decodes = part.samples
+        for seq_id, row in paused.items():
+            request = self._requests[seq_id]
+            name = f"S8: {request.request_id} of class {request.priority_class} pauses"
+            row.num_pauses += 1
+            assert max(prefills, default=-1) > request.priority_class, f"{name} beside prefills of {prefills}"
+            assert not config.has_tpot(request.lane), f"{name} and has a TPOT target"
+            assert row.num_pauses <= config.max_pauses, f"{name} {row.num_pauses} steps in a row"

@@ -2,10 +2,13 @@
 
 import random
 
+from worker.engine.admission import Admission
 from worker.engine.config import SchedulerConfig
 from worker.engine.cost import CostModel
 from worker.engine.policies import POLICIES, make_policy
+from worker.engine.policies.base import PolicyConfig
 from worker.engine.protocols import PrefillBudget
+from worker.engine.quota import Quotas
 from worker.engine.scheduler import Scheduler
 from worker.engine.step_model import StepBudget, StepCost, StepModel
 from worker.engine.tiers import TenantPolicy, TierPolicy
@@ -15,16 +18,28 @@ TENANTS = ("ann", "bob", "eve")
 _MIN_SLOTS = 24  # of a pool: some requests fit
 
 
-def draw_scheduler(rng: random.Random) -> Scheduler:
-    """A scheduler with limits, rules, policy, cost model and step budget drawn."""
+def draw_engine(rng: random.Random) -> tuple[Scheduler, Admission]:
+    """A scheduler with limits, rules, policy, cost model and step budget drawn, and the quotas in front of it."""
     config = draw_config(rng)
-    policy = rng.choice((None, *POLICIES))
+    policy = rng.choice((None, "composite", "composite", *POLICIES))
     tenants = {
-        name: TenantPolicy(name=name, weight=rng.choice((0.5, 1.0, 4.0)), max_running=rng.choice((None, None, 1, 3)))
+        name: TenantPolicy(
+            name=name,
+            weight=rng.choice((0.5, 1.0, 4.0)),
+            max_running=rng.choice((None, None, 1, 3)),
+            requests_per_s=rng.choice((None, None, 0.5)),
+            tokens_per_s=rng.choice((None, None, 20.0)),
+        )
         for name in TENANTS
     }
-    waiting = None if policy is None else make_policy(policy, config.tiers, tenants)
-    return Scheduler(config, waiting, _draw_cost(rng), _draw_budget(rng))
+    aging = PolicyConfig(top_class=len(LANES) - 1, quantum=rng.choice((0.5, 2.0, 8.0)))
+    waiting = None if policy is None else make_policy(policy, config.tiers, tenants, aging)
+    scheduler = Scheduler(config, waiting, _draw_cost(rng), _draw_budget(rng))
+    quotas = Quotas(tenants, burst_seconds=rng.choice((1.0, 10.0)))
+    share_seats = (lambda fraction: None) if waiting is None else waiting.share
+    return scheduler, Admission(
+        config.tiers, quotas, {}, StepModel(), chunk=config.max_num_batched_tokens, share_seats=share_seats
+    )
 
 
 def draw_config(rng: random.Random) -> SchedulerConfig:
@@ -34,6 +49,7 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
     tiers = {
         name: TierPolicy(
             name=name,
+            ttft=rng.choice((None, 1.0, 10.0)),
             tpot=rng.choice((None, 1.0)),
             may_preempt=rng.random() < 0.8,
             max_preemptions=rng.choice((0, 1, 3, 3)),
@@ -56,6 +72,8 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
         max_prefix_waits=rng.choice((0, 2, 16)),
         look_ahead=rng.choice((0, 1, 8)),
         max_overtaken=rng.choice((0, 4, 32)),
+        max_pauses=rng.choice((0, 1, 3, 16)),
+        arrival_share=rng.choice((0.0, 0.05, 1.0)),
         finish_soon=rng.choice((0, 2)),
         tiers=tiers,
     )

@@ -1,5 +1,6 @@
 """Several workers, and how many of them a promise needs."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from worker.sim.summary import percentile
 from worker.sim.trace import Arrival
 
 MAX_WORKERS = 1024
+
+
+class SloNotMet(Exception):
+    """No number of workers keeps all promises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,9 @@ class Slo:
             given = {name.strip(): float(value) for name, value in pairs}
         except ValueError:
             given = {}
-        if not tier or not given or any(name not in ("ttft", "tpot") for name in given):
-            raise ValueError(f"an SLO is TIER:ttft=SECONDS,tpot=SECONDS, got {text!r}")
+        is_sound = all(name in ("ttft", "tpot") and 0 < value < math.inf for name, value in given.items())
+        if not tier or not given or not is_sound:
+            raise ValueError(f"an SLO is TIER:ttft=SECONDS,tpot=SECONDS, above 0, got {text!r}")
         return cls(tier, **given)
 
     def is_met(self, runs: Sequence[WorkerRun]) -> bool:
@@ -67,12 +73,12 @@ def fewest_workers(run: Callable[[int], list[WorkerRun]], slos: Sequence[Slo]) -
     """The smallest number of workers that keeps all promises, and what they do; `run` simulates a number of them.
 
     Doubles until it is enough, then halves the interval: that more workers are never worse is taken for granted.
-    Raises ValueError when MAX_WORKERS are not enough: a request alone is too slow, or never fits.
+    Raises SloNotMet when MAX_WORKERS are not enough: a request alone is too slow, or never fits.
     """
     too_few, enough = 0, 1
     while not _all_met(runs := run(enough), slos):
         if enough >= MAX_WORKERS:
-            raise ValueError(f"{MAX_WORKERS} workers do not meet it either: a single request takes too long")
+            raise SloNotMet(f"{MAX_WORKERS} workers do not meet it either: a single request takes too long")
         too_few, enough = enough, enough * 2
     while enough - too_few > 1:
         middle = (too_few + enough) // 2

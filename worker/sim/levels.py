@@ -1,17 +1,19 @@
 """Tiers and tenants of a simulation: built in, or from a TOML file, and which tier a request belongs to."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from worker.engine.admission import TierLimits
 from worker.engine.tiers import TenantPolicy, TierPolicy
+from worker.sim.files import Name, NotNegative, Positive, explain, read_toml
 from worker.sim.trace import Arrival
 
 DEFAULT_TIER = "standard"
-_LIMITS = tuple(f.name for f in fields(TierLimits))
+_STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,50 @@ BUILT_IN = Levels(
 )
 
 
+class _Tier(BaseModel):
+    """`[tiers.NAME]`: TierPolicy, TierLimits, and what Levels has besides."""
+
+    model_config = _STRICT
+    ttft: Positive | None = None
+    tpot: Positive | None = None
+    weight: Positive = 1.0
+    may_preempt: bool = True
+    max_preemptions: Annotated[int, Field(ge=0)] = 3
+    max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
+    refuse_unreachable: bool = False
+    max_delay: NotNegative = 60.0
+    priority_class: int | None = Field(None, alias="class", ge=0, le=100)
+    deadline: Positive | None = None
+    tenants: list[Name] = []
+
+
+class _Tenant(BaseModel):
+    """`[tenants.NAME]`: TenantPolicy."""
+
+    model_config = _STRICT
+    weight: Positive = 1.0
+    max_running: Annotated[int, Field(ge=1)] | None = None
+    requests_per_s: Positive | None = None
+    tokens_per_s: Positive | None = None
+
+
+class _File(BaseModel):
+    model_config = _STRICT
+    tiers: dict[Name, _Tier]
+    tenants: dict[Name, _Tenant] = {}
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Self:
+        if not self.tiers:
+            raise ValueError("there is no [tiers.NAME]")
+        tier_of: dict[str, str] = {}
+        for name, tier in self.tiers.items():
+            for tenant in tier.tenants:
+                if tier_of.setdefault(tenant, name) != name:
+                    raise ValueError(f"tenant {tenant!r} is in the tiers {tier_of[tenant]} and {name}")
+        return self
+
+
 def load_levels(path: Path) -> Levels:
     """Reads a file of tables `[tiers.NAME]` and `[tenants.NAME]`, with the fields of TierPolicy and TenantPolicy.
 
@@ -51,41 +97,30 @@ def load_levels(path: Path) -> Levels:
     tier when the trace does not say). Raises ValueError, OSError.
     """
     try:
-        document = tomllib.loads(path.read_text())
-        return _levels(document.get("tiers", {}), document.get("tenants", {}))
-    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+        file = _File.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error)}") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    tiers, lowest = file.tiers, len(file.tiers) - 1
+    return Levels(
+        tiers={name: TierPolicy(name=name, **_given(tier, TierPolicy)) for name, tier in tiers.items()},
+        classes={
+            name: lowest - rank if tier.priority_class is None else tier.priority_class
+            for rank, (name, tier) in enumerate(tiers.items())
+        },
+        tenants={
+            name: TenantPolicy(name=name, **_given(tenant, TenantPolicy)) for name, tenant in file.tenants.items()
+        },
+        deadlines={name: tier.deadline for name, tier in tiers.items() if tier.deadline is not None},
+        limits={name: TierLimits(**_given(tier, TierLimits)) for name, tier in tiers.items()},
+        tier_of_tenant={tenant: name for name, tier in tiers.items() for tenant in tier.tenants},
+    )
 
 
-def _levels(tiers: dict[str, dict[str, Any]], tenants: dict[str, dict[str, Any]]) -> Levels:
-    if not tiers:
-        raise ValueError("there is no [tiers.NAME]")
-    policies: dict[str, TierPolicy] = {}
-    classes: dict[str, int] = {}
-    deadlines: dict[str, float] = {}
-    limits: dict[str, TierLimits] = {}
-    tier_of_tenant: dict[str, str] = {}
-    for rank, (name, table) in enumerate(tiers.items()):
-        keys = dict(table)
-        classes[name] = int(keys.pop("class", len(tiers) - 1 - rank))
-        if "deadline" in keys:
-            deadlines[name] = float(keys.pop("deadline"))
-        for tenant in keys.pop("tenants", ()):
-            if tenant in tier_of_tenant:
-                raise ValueError(f"tenant {tenant} is in the tiers {tier_of_tenant[tenant]} and {name}")
-            tier_of_tenant[tenant] = name
-        limits[name] = TierLimits(**{key: keys.pop(key) for key in _LIMITS if key in keys})
-        policies[name] = _policy(TierPolicy, "tiers", name, keys)
-    shares = {name: _policy(TenantPolicy, "tenants", name, table) for name, table in tenants.items()}
-    return Levels(policies, classes, shares, deadlines, limits, tier_of_tenant)
-
-
-def _policy(kind: Any, section: str, name: str, keys: dict[str, Any]) -> Any:
-    known = [f.name for f in fields(kind) if f.name != "name"]
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        raise ValueError(f"[{section}.{name}] knows no {', '.join(unknown)}; there are {', '.join(known)}")
-    return kind(name=name, **keys)
+def _given(table: BaseModel, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a table that `kind` has."""
+    return table.model_dump(include={f.name for f in fields(kind)})
 
 
 def with_unknown_tiers(levels: Levels, arrivals: Sequence[Arrival]) -> Levels:

@@ -1,10 +1,11 @@
-"""How a simulated worker's scheduler and admission are made from a profile and service levels."""
+"""How a simulated worker's scheduler and admission are made of profile and service levels, as worker/start.py does."""
 
 from worker.engine.admission import Admission
 from worker.engine.config import SchedulerConfig
 from worker.engine.cost import CostModel
 from worker.engine.policies import DEFAULT_POLICY, POLICIES, make_policy
 from worker.engine.policies.base import PolicyConfig
+from worker.engine.predictor import LengthPredictor
 from worker.engine.quota import Quotas
 from worker.engine.scheduler import Scheduler
 from worker.engine.step_model import StepBudget, StepCost, StepModel
@@ -38,6 +39,8 @@ def engine_factory(policy: str = DEFAULT_POLICY) -> NewEngine:
             levels.limits,
             model,
             chunk=profile.max_num_batched_tokens,
+            predictor=LengthPredictor(),
+            load=scheduler.load,
             share_seats=waiting.share,
         )
         return scheduler, admission, model

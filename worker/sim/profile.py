@@ -1,43 +1,43 @@
 """What a machine with a model costs: how long a step takes, and how much it holds. Named, or from a TOML file."""
 
 import dataclasses
-import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from worker.engine.outputs import StepPlan
+from worker.sim.files import NotNegative, explain, read_toml
+
+Count = Annotated[int, Field(ge=1)]
+MAX_BLOCKS = 10_000_000  # the pools keep a few words per block, simulated or not
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
 class Profile:
     """Seconds of a step: base + prefill tokens + context tokens + decodes, each with its price, + blocks swapped.
 
     Context tokens are the KV that attention reads: of every scheduled sequence, all tokens up to the last it computes.
-    The linear form is that of research/engine.md 4.2. Prices are at least 0, limits at least 1 (else ValueError).
+    The linear form is that of research/engine.md 4.2. Prices are at least 0, limits at least 1, else ValueError.
     """
 
     name: str
-    base_s: float  # reading the weights, launching, sampling
-    prefill_s: float  # per token of a sequence that computes more than one
-    context_s: float  # per token of KV read
-    decode_s: float  # per sequence that computes one token
-    swap_s: float  # per block copied between device and host
-    num_blocks: int
-    num_host_blocks: int = 0
-    block_size: int = 16  # tokens
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
+    base_s: NotNegative  # reading the weights, launching, sampling
+    prefill_s: NotNegative  # per token of a sequence that computes more than one
+    context_s: NotNegative  # per token of KV read
+    decode_s: NotNegative  # per sequence that computes one token
+    swap_s: NotNegative  # per block copied between device and host
+    num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+    num_host_blocks: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
+    block_size: Count = 16  # tokens
+    max_num_seqs: Count
+    max_num_batched_tokens: Count
+    max_model_len: Count
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            lowest = 1 if field.type is int and field.name != "num_host_blocks" else 0
-            if field.type in (int, float) and value < lowest:
-                raise ValueError(f"profile {self.name}: {field.name} must be at least {lowest}, got {value}")
         if self.base_s + self.decode_s <= 0:
-            raise ValueError(f"profile {self.name}: a decode step must take time")
+            raise ValueError("base_s and decode_s must not both be 0: a decode step takes time")
 
     def step_s(self, num_prefill: int, num_context: int, num_decodes: int, num_swapped: int = 0) -> float:
         """Seconds of a step with so many prefill tokens, context tokens, decodes and blocks swapped."""
@@ -111,9 +111,17 @@ def load_profile(name: str) -> Profile:
     if not path.is_file():
         raise ValueError(f"profile {name}: neither a file nor one of {', '.join(PROFILES)}")
     try:
-        given: dict[str, Any] = tomllib.loads(path.read_text())
-        like = given.pop("like", None)
-        start = dataclasses.asdict(PROFILES[like]) if like else {}
-        return Profile(**{**start, "name": path.stem, **given})
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        return _read(path)
+    except ValidationError as error:
+        raise ValueError(f"profile {name}: {explain(error)}") from None
+    except ValueError as error:
         raise ValueError(f"profile {name}: {error}") from None
+
+
+def _read(path: Path) -> Profile:
+    given = read_toml(path)
+    like = given.pop("like", None)
+    if like is not None and like not in list(PROFILES):
+        raise ValueError(f"like: must be one of {', '.join(PROFILES)}, got {like!r}")
+    start = {} if like is None else dataclasses.asdict(PROFILES[like])
+    return Profile(**{**start, "name": path.stem, **given})

@@ -4,7 +4,7 @@ The loop is the worker's (worker/loop.py) without its threads: add what has come
 apply. Token values do not matter here, so nobody computes any; `fuzz` is where they are checked.
 """
 
-import heapq
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -121,24 +121,24 @@ class SimulatedWorker:
     ) -> None:
         self._profile = profile
         self._admission = admission
-        self._delayed: list[tuple[float, int, Request]] = []  # heap: until when its tenant's quota holds it back
+        self._delayed: dict[str, deque[tuple[int, Request]]] = {}  # by tenant, whose quota holds them back, in order
         self._open: dict[str, Request] = {}  # in the scheduler
         self._levels = levels
         self._scheduler = scheduler
         self._step_model = step_model
         self._now = 0.0
         self._served: dict[str, Served] = {}  # by request id
-        self._vocabulary = tuple(range(1, profile.max_model_len + 1))  # slices of it are prompts: no int is made twice
+        self._vocabulary: tuple[int, ...] = ()  # slices of it are prompts: no int is made twice
 
     def run(self, arrivals: Sequence[Arrival]) -> WorkerRun:
         """Serves requests, which are in order of arrival."""
         scheduler, profile = self._scheduler, self._profile
         result = WorkerRun([], num_slots=profile.num_blocks * profile.block_size)
         num_added, num_arrivals = 0, len(arrivals)
+        longest = max([arrival.input_tokens for arrival in arrivals if self._refusal(arrival) is None], default=0)
+        self._vocabulary = tuple(range(1, longest + 1))
         while True:
-            while self._delayed and self._delayed[0][0] <= self._now:
-                _, number, request = heapq.heappop(self._delayed)
-                self._offer(number, request)
+            self._offer_covered()
             while num_added < num_arrivals and arrivals[num_added].at <= self._now:
                 self._arrive(num_added, arrivals[num_added])
                 num_added += 1
@@ -146,8 +146,8 @@ class SimulatedWorker:
             self._take(events)
             if plan is None:
                 next_arrival = arrivals[num_added].at if num_added < num_arrivals else None
-                next_delayed = self._delayed[0][0] if self._delayed else None
-                until = [t for t in (next_arrival, next_delayed, scheduler.next_deadline) if t is not None]
+                next_covered = min(map(self._covered_at, self._delayed.values()), default=None)
+                until = [t for t in (next_arrival, next_covered, scheduler.next_deadline) if t is not None]
                 if not until:
                     break
                 self._now = max(self._now, min(until))
@@ -182,17 +182,37 @@ class SimulatedWorker:
         request_id = str(number)
         tier = self._levels.tier_of(arrival)
         served = self._served[request_id] = Served(arrival, tier)
-        if arrival.input_tokens + arrival.output_tokens > self._profile.max_model_len:
-            served.ended_at = self._now
-            served.reason, served.error = FinishReason.ERROR, ErrorCode.PROMPT_TOO_LONG
-            return
-        self._offer(number, self._request(request_id, number, arrival, tier))
+        refusal = self._refusal(arrival)
+        if refusal is None:
+            self._offer(number, self._request(request_id, number, arrival, tier))
+        else:
+            served.ended_at, served.reason, served.error = self._now, FinishReason.ERROR, refusal
+
+    def _refusal(self, arrival: Arrival) -> ErrorCode | None:
+        """Why a request can never be served, found before a prompt of that length is made."""
+        num_tokens, profile = arrival.input_tokens + arrival.output_tokens, self._profile
+        if num_tokens > profile.max_model_len:
+            return ErrorCode.PROMPT_TOO_LONG
+        return ErrorCode.EXCEEDS_KV_CAPACITY if num_tokens > profile.num_blocks * profile.block_size else None
+
+    def _offer_covered(self) -> None:
+        """Offers again what its tenant's quota covers by now."""
+        for waiting in self._delayed.values():
+            while waiting and self._covered_at(waiting) <= self._now:
+                self._offer(*waiting.popleft())
+        self._delayed = {tenant: waiting for tenant, waiting in self._delayed.items() if waiting}
+
+    def _covered_at(self, waiting: deque[tuple[int, Request]]) -> float:
+        """When the quota covers the first that waits."""
+        ready = self._admission.quotas.reserved_until(waiting[0][1].request_id)
+        assert ready is not None, "a delayed request has a reservation"
+        return ready
 
     def _offer(self, number: int, request: Request) -> None:
         """Admission decides; what it admits goes to the scheduler."""
         decision = self._admission.decide(request, self._now)
         if isinstance(decision, Delay):
-            heapq.heappush(self._delayed, (decision.until, number, request))
+            self._delayed.setdefault(request.tenant, deque()).append((number, request))
         elif isinstance(decision, Refuse):
             served = self._served[request.request_id]
             served.ended_at, served.reason, served.error = self._now, FinishReason.ERROR, decision.code

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.engine.policies import DEFAULT_POLICY
-from worker.sim.fleet import Slo, fewest_workers, run_fleet
+from worker.sim.fleet import Slo, SloNotMet, fewest_workers, run_fleet
 from worker.sim.levels import BUILT_IN, Levels, load_levels, with_unknown_tiers
 from worker.sim.new_engine import engine_factory
 from worker.sim.picture import draw
@@ -14,6 +14,8 @@ from worker.sim.profile import load_profile
 from worker.sim.replay import WorkerRun
 from worker.sim.summary import summarise
 from worker.sim.trace import Arrival, read_trace
+
+__all__ = ["Answer", "Question", "SloNotMet", "simulate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class Answer:
 
 
 def simulate(question: Question) -> Answer:
-    """Runs the simulation. Raises ValueError or OSError with what is wrong with a file or an option."""
+    """Runs the simulation. Raises ValueError or OSError with what is wrong with a file or an option, or SloNotMet."""
     profile = load_profile(question.profile)
     arrivals = read_trace(question.trace, limit=question.limit, rate=question.rate)
     levels = _levels(question.tiers, arrivals)

@@ -5,7 +5,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import BaseModel, Field, ValidationError
+
+from worker.sim.files import Name, NotNegative, explain
+
+MAX_TIME_S = 1e12  # beyond it a float does not tell steps apart
+_SURPLUS = "\0"  # the column of cells beyond the header
 COLUMNS = ("arrival_s", "tenant", "input_tokens", "output_tokens")
 
 
@@ -20,41 +27,58 @@ class Arrival:
     tier: str | None = None  # None: the trace does not say
 
 
+class _Row(BaseModel):
+    """A line of the file; columns that are not here are ignored."""
+
+    arrival_s: NotNegative
+    tenant: Name
+    input_tokens: Annotated[int, Field(ge=0, le=10**9)]
+    output_tokens: Annotated[int, Field(ge=0, le=10**9)]
+    tier: str | None = None
+
+
 def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0) -> list[Arrival]:
     """The first `limit` requests of a file, in order of arrival, `rate` times as dense in time.
 
     Raises ValueError that names the line, or OSError.
     """
-    if not rate > 0:
-        raise ValueError(f"the rate must be above 0, got {rate}")
-    with path.open(newline="") as file:
+    if not (rate > 0 and math.isfinite(rate)):
+        raise ValueError(f"the rate must be a number above 0, got {rate}")
+    with path.open(newline="", encoding="utf-8-sig") as file:
         arrivals = parse_trace(file, str(path))
     arrivals.sort(key=lambda arrival: arrival.at)
-    return [Arrival(a.at / rate, a.tenant, a.input_tokens, a.output_tokens, a.tier) for a in arrivals[:limit]]
+    arrivals = arrivals[:limit]
+    if arrivals[-1].at / rate > MAX_TIME_S:
+        raise ValueError(
+            f"{path}: at rate {rate} the last request comes at {arrivals[-1].at / rate:.0e} s; "
+            f"arrival_s by the rate must be at most {MAX_TIME_S:.0e}"
+        )
+    return [Arrival(a.at / rate, a.tenant, a.input_tokens, a.output_tokens, a.tier) for a in arrivals]
 
 
 def parse_trace(lines: Iterable[str], name: str = "trace") -> list[Arrival]:
     """The rows of a CSV text, in its order. Raises ValueError that names the line."""
-    reader = csv.DictReader(lines)
-    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{name}: no column {', '.join(missing)}; there must be {', '.join(COLUMNS)} and may be tier")
-    arrivals = []
-    for row in reader:
-        try:
-            arrivals.append(_arrival(row))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}, line {reader.line_num}: {error}") from None
+    reader = csv.DictReader(lines, restkey=_SURPLUS, strict=True)
+    try:
+        arrivals = _arrivals(reader)
+    except ValidationError as error:
+        raise ValueError(f"{name}, line {reader.reader.line_num}: {explain(error)}") from None
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{name}, line {reader.reader.line_num}: {error}") from None
     if not arrivals:
         raise ValueError(f"{name}: no requests")
     return arrivals
 
 
-def _arrival(row: dict[str, str]) -> Arrival:
-    at = float(row["arrival_s"])
-    counts = [int(row["input_tokens"]), int(row["output_tokens"])]
-    if not math.isfinite(at) or at < 0:
-        raise ValueError(f"arrival_s is {at}")
-    if min(counts) < 0:
-        raise ValueError("a negative number of tokens")
-    return Arrival(at, row["tenant"], max(1, counts[0]), max(1, counts[1]), row.get("tier") or None)
+def _arrivals(reader: "csv.DictReader[str]") -> list[Arrival]:
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"no column {', '.join(missing)}; there must be {', '.join(COLUMNS)} and may be tier")
+    return [_arrival(cells) for cells in reader]
+
+
+def _arrival(cells: dict[str, str]) -> Arrival:
+    if _SURPLUS in cells:
+        raise ValueError("more cells than the header has columns")
+    row = _Row.model_validate(cells)
+    return Arrival(row.arrival_s, row.tenant, max(1, row.input_tokens), max(1, row.output_tokens), row.tier or None)

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from schemas.reasons import FinishReason
+from worker.engine.admission import Admit, Begun
 from worker.engine.config import SchedulerConfig
 from worker.engine.fakes import ByteDetokenizer, FakeRunner
 from worker.engine.outputs import BlockCopy, EngineEvent, FinishEvent, SamplingParams, StepOutcome, StepPlan, TokenEvent
@@ -23,11 +24,12 @@ from worker.sim.checkers import (
     Idle,
     Integrity,
     Limits,
+    Pauses,
     PingPong,
     Progress,
     Tokens,
 )
-from worker.sim.draws import LANES, TENANTS, draw_scheduler
+from worker.sim.draws import LANES, TENANTS, draw_engine
 from worker.sim.oracle import EOS, undisturbed
 
 _STOPS = ((), (), ("a", "bc"))
@@ -46,6 +48,7 @@ class Faults:
     resumed: float  # of a request: it comes with tokens of an earlier attempt
     cancel: float  # per step
     moved: float  # per step: a request's partition moves away, and comes back later
+    rebalanced: float  # per step: the worker's share of all limits changes
     failed_step: float  # per step in flight
     failed_sequence: float  # per step in flight
     failed_copy: float  # per block copied
@@ -68,6 +71,7 @@ def draw_faults(rng: random.Random) -> Faults:
         resumed=some(0.3),
         cancel=some(0.1),
         moved=some(0.05),
+        rebalanced=some(0.05),
         failed_step=some(0.05),
         failed_sequence=some(0.05),
         failed_copy=some(0.3),
@@ -94,12 +98,12 @@ class FaultyRunner(FakeRunner):
 
 
 class World:
-    """One seed's world. `run` steps it and asserts S1 to S7; `num_steps` and `now` say where a failure came up."""
+    """One seed's world. `run` steps it and asserts S1 to S9; `num_steps` and `now` say where a failure came up."""
 
     def __init__(self, seed: int) -> None:
         rng = self._rng = random.Random(seed)
         self._faults = draw_faults(rng)
-        self.scheduler = draw_scheduler(rng)
+        self.scheduler, self.admission = draw_engine(rng)
         config = self.scheduler.config
         self.runner = FaultyRunner(config, rng)
         self.now = 0.0
@@ -110,6 +114,7 @@ class World:
         self._entries: dict[str, Entry] = {}  # in the engine or over, until the world is next idle
         self._lane: deque[Entry] = deque()  # published, not yet taken in
         self._away: list[tuple[float, Entry]] = []  # (until when, whose partition is elsewhere)
+        self._delayed: list[Entry] = []  # taken in, and held back by their tenant's quota
         self._open: dict[str, Entry] = {}  # in the engine
         self._owners: dict[int, Entry] = {}  # by the scheduler's number of the sequence
         self._num_sequences = 0
@@ -122,6 +127,7 @@ class World:
             Progress(config),
             PingPong(config),
             Idle(),
+            Pauses(config),
         ]
 
     def run(self, num_steps: int) -> None:
@@ -134,14 +140,17 @@ class World:
 
     def _calm_down(self) -> None:
         """Everything that is there comes to its end; then an idle engine holds nothing."""
-        waiting = [*self._lane, *(entry for _, entry in self._away)]
+        self.admission.share(1.0, self.now)
+        waiting = [*self._lane, *self._delayed, *(entry for _, entry in self._away)]
         for checker in self.checkers:
             checker.calm([*self._open.values(), *waiting])
-        while self._open or self._lane or self._away:
+        while self._open or self._lane or self._delayed or self._away:
             self._step(stormy=False)
         plan, events = self.scheduler.schedule(self.now)
         self._take(events)
         assert plan is None, "S7: an idle engine plans a step"
+        assert not len(self.admission), "S7: an idle engine has requests that have not started"
+        assert not len(self.admission.quotas), "S7: an idle engine holds reservations"
         for checker in self.checkers:
             checker.idle(self.scheduler, list(self._entries.values()))
             checker.stormy()
@@ -176,6 +185,8 @@ class World:
         self.num_steps += 1
         record = self.scheduler.last_record
         assert record is not None
+        for request_id in record.admitted:
+            self.admission.started(request_id)
         for checker in self.checkers:
             checker.stepped(record, self._entries)
 
@@ -201,7 +212,7 @@ class World:
     def _disturb(self) -> None:
         """What callers and the broker may do between two events of the engine, each with its probability."""
         rng, faults = self._rng, self._faults
-        if rng.random() < faults.arrival or not (self._open or self._lane or self._away):
+        if rng.random() < faults.arrival or not (self._open or self._lane or self._delayed or self._away):
             for _ in range(rng.randint(5, 20) if rng.random() < faults.burst else 1):
                 self._lane.append(self._draw_entry())
         if self._open and rng.random() < faults.cancel:
@@ -210,15 +221,21 @@ class World:
                 entry.cancelled = True
             self._take(self.scheduler.cancel(entry.request.request_id, FinishReason.CANCELLED))
             self._changed()
+        if self._delayed and rng.random() < faults.cancel:
+            entry = self._delayed.pop(rng.randrange(len(self._delayed)))
+            self._entries.pop(entry.request.request_id, None)  # there if it has been away
+            self.admission.ended(entry.request, 0, self.now)
         if self._open and rng.random() < faults.moved:
             self._move(rng.choice(list(self._open.values())))
+        if rng.random() < faults.rebalanced:
+            self.admission.share(rng.choice((0.0, 0.25, 0.5, 1.0)), self.now)
 
     def _move(self, entry: Entry) -> None:
         """The request goes elsewhere, and comes back with some of its tokens accepted; the others were never sent."""
         rng = self._rng
         self.scheduler.abort(entry.request.request_id)
         self._changed()
-        del self._open[entry.request.request_id]
+        self._close(entry)
         for delivered in entry.delivered:
             num_kept = rng.randint(0, len(delivered.tokens))
             del delivered.tokens[num_kept:], delivered.texts[num_kept:]
@@ -231,17 +248,42 @@ class World:
         self._lane.extendleft(entry for until, entry in self._away if until <= self.now or not stormy)
         self._away = [(until, entry) for until, entry in self._away if until > self.now and stormy]
         unacknowledged = sum(until > self.now for until in self._unacknowledged.values()) if stormy else 0
+        delayed, self._delayed = self._delayed, []
+        for entry in delayed:
+            self._offer(entry)
         while self._lane and len(self._open) + unacknowledged < self._max_outstanding:
-            entry = self._lane.popleft()
-            request = entry.request
-            self._entries[request.request_id] = self._open[request.request_id] = entry
-            for _ in range(request.n):  # the scheduler numbers sequences in the order in which they are added
-                self._owners[self._num_sequences] = entry
-                self._num_sequences += 1
-            for checker in self.checkers:
-                checker.added(entry)
-            self._take(self.scheduler.add(request))
-            self._changed()
+            self._offer(self._lane.popleft())
+
+    def _offer(self, entry: Entry) -> None:
+        """Gives it to the scheduler, or keeps it until its tenant's quota lets it go."""
+        request = entry.request
+        if self._hold_back(request):
+            self._delayed.append(entry)
+            return
+        for other in [] if any(request.accepted) else self._delayed:
+            ready = self.admission.quotas.reserved_until(other.request.request_id)
+            is_passed = other.request.tenant == request.tenant and ready is not None and ready > self.now
+            assert not is_passed, f"S9: {request.request_id} passes {other.request.request_id}, who waits for its quota"
+        self._entries[request.request_id] = self._open[request.request_id] = entry
+        for _ in range(request.n):  # the scheduler numbers sequences in the order in which they are added
+            self._owners[self._num_sequences] = entry
+            self._num_sequences += 1
+        for checker in self.checkers:
+            checker.added(entry)
+        self._take(self.scheduler.add(request))
+        self._changed()
+
+    def _hold_back(self, request: Request) -> bool:
+        """Whether its tenant's quota does; nothing is refused here."""
+        ready = self.admission.quotas.reserved_until(request.request_id)
+        if ready is not None and ready > self.now:
+            return True
+        return not isinstance(self.admission.decide(request, self.now, Begun.PERHAPS), Admit)
+
+    def _close(self, entry: Entry) -> None:
+        """The engine and its admission have no part in it any more."""
+        del self._open[entry.request.request_id]
+        self.admission.ended(entry.request, sum(len(d.tokens) for d in entry.delivered), self.now)
 
     def _take(self, events: list[EngineEvent]) -> None:
         """Checks events and delivers them to their callers."""
@@ -256,7 +298,7 @@ class World:
             elif isinstance(event, FinishEvent):
                 delivered.end = event
                 if entry.is_over:
-                    del self._open[event.request_id]
+                    self._close(entry)
                     if self._rng.random() < self._faults.slow_publish:
                         self._unacknowledged[event.request_id] = self.now + self._rng.randint(1, 40)
 

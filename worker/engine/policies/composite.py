@@ -1,7 +1,7 @@
-"""The default: class, then tenant by fair share, then priority, then slack."""
+"""The default: class, then tenant by fair share, then priority, then date."""
 
 from worker.engine.policies.base import FRESH, NEVER, OVERDUE, Place, PolicyQueue
-from worker.engine.policies.edf import latest_start
+from worker.engine.policies.edf import date, latest_start
 from worker.engine.policies.priority import aging_quantum
 from worker.engine.policies.queues import Entry
 from worker.engine.request import Sequence
@@ -10,8 +10,9 @@ from worker.engine.request import Sequence
 class CompositeQueue(PolicyQueue):
     """Strict classes with aging; in a class the tenant with the least service for its weight; in a tenant by priority.
 
-    At equal priority: least slack first where the tier has a TTFT target or the request a deadline, else, or once that
-    is missed, first come, first served. A tenant has an account per class, so batch work costs it no interactive turn.
+    At equal priority: earliest date first where the tier has a TTFT target or the request a deadline, else, or once it
+    cannot be met, first come, first served. (By slack, long prompts would go before short ones that came earlier, and
+    the worst waits be longer.) A tenant has an account per class, so batch work costs it no interactive turn.
     """
 
     is_fair = True
@@ -34,7 +35,7 @@ class CompositeQueue(PolicyQueue):
         if is_aged:
             return Place(level, (OVERDUE, request.arrival), claims=claims)
         is_late = now >= entry.latest_start
-        key = (FRESH, float(-request.priority), float("inf") if is_late else entry.latest_start, request.arrival)
+        key = (FRESH, float(-request.priority), float("inf") if is_late else date(entry), request.arrival)
         return Place(level, key, until=aged_at if is_late else min(aged_at, entry.latest_start))
 
     def urgency(self, seq: Sequence) -> tuple[float, ...]:

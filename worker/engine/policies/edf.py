@@ -33,10 +33,13 @@ class EdfQueue(PolicyQueue):
 def latest_start(entry: Entry, config: PolicyConfig) -> float:
     """When its prefill must start (seconds): the date of its first token, less the prefill; infinite without a date.
 
-    The date is the tier's TTFT target after arrival, or the request's deadline if that is earlier. Slack
-    (SLOs-Serve, arXiv 2504.08784) is this less `now`, so time does not change the order by slack.
+    Slack (SLOs-Serve, arXiv 2504.08784) is this less `now`, so time does not change the order by slack.
     """
+    return date(entry) - config.prefill_seconds(entry.seq.num_tokens)
+
+
+def date(entry: Entry) -> float:
+    """When its first token is due (seconds): by the tier's TTFT target, or its deadline if that is earlier."""
     request = entry.seq.request
     target = request.arrival + entry.tier.ttft if entry.tier.ttft is not None else float("inf")
-    deadline = request.deadline if request.deadline is not None else float("inf")
-    return min(target, deadline) - config.prefill_seconds(entry.seq.num_tokens)
+    return min(target, request.deadline if request.deadline is not None else float("inf"))
