@@ -20,6 +20,8 @@ from schemas.topics import (
     DEFAULT_REPLY_TOPIC,
     DEFAULT_TIERS,
     MAX_TENANT_CHARS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     USAGE_TOPIC,
     Tier,
     control_topic,
@@ -31,6 +33,7 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 TenantName = Annotated[str, Field(min_length=1, max_length=MAX_TENANT_CHARS)]
 
 
@@ -39,7 +42,7 @@ class Tenant:
     """What a tenant may have. Limits are of the whole deployment, None is no limit; a worker enforces its share."""
 
     tiers: tuple[str, ...] | None = None  # those that it may use; None: all
-    weight: AboveZero = 1.0  # its part of what is contended, times the tier's weight
+    weight: Weight = 1.0  # its part of what is contended, times the tier's weight
     max_running: Positive | None = None  # seats at once; each choice of a request takes one
     requests_per_s: AboveZero | None = None  # of all its lanes together
     tokens_per_s: AboveZero | None = None  # of prompt and answer
