@@ -15,6 +15,8 @@ ARG EXTRAS=worker
 RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM ${PYTHON}
+# A worker compiles kernels for the CPU that it runs on: decodes take about half the time with them.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/carousel /opt/carousel
 # The cache belongs to the user, so that a volume that is mounted there does, too.
 RUN useradd --create-home --uid 10001 carousel && install -d -o carousel -g carousel /home/carousel/.cache

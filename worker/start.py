@@ -22,11 +22,13 @@ from worker.levels import make_admission, make_queue, tier_policies
 from worker.live_metrics import LiveMetrics
 from worker.logs import start_logging
 from worker.metrics import Metrics
+from worker.model.cpu import prepare_cpu
 from worker.model.errors import ModelError
 from worker.model.kv_cache import num_blocks_for_ram
-from worker.model.loader import LoadedModel, load_model
+from worker.model.loader import LoadedModel, default_cache_dir, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
+from worker.model.weights import prepare_weights
 from worker.prepare import ModelFacts
 from worker.snapshots import Snapshots
 from worker.supervised import SupervisorLink
@@ -113,7 +115,11 @@ def build(
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,
     )
-    loaded = load_model(config.model, dtype=config.dtype, progress=_log_progress, limits=limits)
+    prepare_cpu(num_threads, native_kernels=config.native_kernels)
+    loaded = load_model(
+        config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_log_progress, limits=limits
+    )
+    _prepare_weights(config, loaded)
     num_blocks = config.num_blocks or num_blocks_for_ram(
         loaded.bytes_per_token,
         config.block_size,
@@ -136,6 +142,7 @@ def build(
         "model.loaded",
         model=loaded.name,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         kv_tokens=num_blocks * config.block_size,
@@ -165,6 +172,24 @@ def build(
             lambda num_tokens: cost.prefill_seconds(num_tokens, 0),
         )
     return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
+
+
+def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
+    if config.weights == "plain":
+        return
+    tuning = default_cache_dir() / "self-tune.json" if config.self_tune else None
+    done = prepare_weights(loaded, config.weights, tuning)
+    log.info(
+        "weights.prepared",
+        weights=config.weights,
+        layers=done.num_layers,
+        products=done.num_products,
+        norms=done.num_norms,
+        mlps=done.num_mlps,
+        plain=list(done.plain),
+        difference=float(f"{done.difference:.2g}"),
+        tuned_seconds=round(done.tuned_seconds, 2),
+    )
 
 
 def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:

@@ -103,14 +103,13 @@ class RequestTrace:
         self.recorded = self._span.is_recording()
         self._queue: Span | None = None
         self._queued = False
-        self._delayed = False
         self._engine: Span | None = None
         self._engine_ended: int | None = None  # ns; None: it runs
         self._num_open = 0  # choices in the engine
         self._phases: dict[int, tuple[str, Span]] = {}  # by choice
         self._swapped: dict[int, Span] = {}
         self._begun: set[int] = set()  # choices with a token
-        self._next: dict[int, str] = {}  # what follows a choice's next seat
+        self._next: dict[int, tuple[str, bool]] = {}  # what follows a choice's next seat, and whether it is a recompute
         self._num_preemptions = 0
 
     def _process(self, source: InputRef, producer: Context, caller: SpanContext, num_bytes: int) -> Span:
@@ -248,8 +247,8 @@ class RequestTrace:
             self._queue.end(now)
             self._queue = None
         self._end_phase(choice, now)
-        name, again = self._next.pop(choice, "llm.prefill"), self._num_preemptions > 0
-        self._phase(choice, name, now, {"llm.recompute": True} if name == "llm.prefill" and again else {})
+        name, recomputes = self._next.pop(choice, ("llm.prefill", False))
+        self._phase(choice, name, now, {"llm.recompute": True} if recomputes else {})
         self._tracing.seated[self] = None
 
     def token(self, choice: int, at: float) -> None:
@@ -281,8 +280,8 @@ class RequestTrace:
             self._swapped[choice] = self._child(
                 "llm.swapped", at=self._ns(copied_at), parent=span, attributes=size | {"llm.choice": choice}
             )
-        decodes = preemption.mode == "swap" and choice in self._begun
-        self._next[choice] = "llm.decode" if decodes else "llm.prefill"
+        recomputes = preemption.mode == "recompute"
+        self._next[choice] = "llm.decode" if choice in self._begun and not recomputes else "llm.prefill", recomputes
         self._note_seats()
 
     def finished(self, choice: int, at: float) -> None:

@@ -4,11 +4,12 @@ Sequences with one query (decodes) are sorted by length and cut into groups of s
 blocks into a preallocated workspace and one masked SDPA per group. Fresh tensors instead of the workspace cost 1.1
 to 3 times the time (page faults), and padding is the price of a group, so both are bounded. A sequence with more
 queries (a prefill chunk) has its own gather and SDPA. What depends on the step only is made once per step and
-window, in a `_Plan`, and used by every layer.
+window, and used by every layer. Where the library in C is enabled (`kernels/native`), it computes the decodes.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.paged_attention import native_path
 from kernels.paged_attention.batch import RaggedBatch
 from kernels.quantised import dequantise
 
@@ -47,12 +49,6 @@ class _Chunk:
     first_slot: int  # the first gathered slot that a query sees
     num_keys: int  # from there on
     mask: Tensor | None  # [num_queries, num_keys]; None: causal from the first position
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    groups: list[_Group]
-    chunks: list[_Chunk]
 
 
 class Workspace:
@@ -119,30 +115,37 @@ class Workspace:
             self._made[key] = make()
         return self._made[key]
 
-    def plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
-        """How `batch` is computed under that window."""
-        return self.once(batch, ("plan", sliding_window), lambda: self._make_plan(batch, sliding_window))
+    def decodes(self, batch: RaggedBatch, sliding_window: int | None) -> native_path.Decodes | None:
+        """The decodes of `batch` under that window, for the library in C; None: there are none."""
+        make = partial(native_path.find_decodes, batch, self._block_size, sliding_window)
+        return self.once(batch, ("decodes", sliding_window), make)
 
-    def _make_plan(self, batch: RaggedBatch, sliding_window: int | None) -> _Plan:
-        block_size = self._block_size
-        # A query at position p sees [p - window + 1, p]: the first query of a sequence decides where the gather starts.
-        first_seen = np.zeros_like(batch.context_lens)
-        if sliding_window is not None:
-            first_seen = np.maximum(batch.context_lens - batch.query_lens - sliding_window + 1, 0)
-        first_block = first_seen // block_size
-        num_blocks = -(-batch.context_lens // block_size) - first_block
+    def groups(self, batch: RaggedBatch, sliding_window: int | None) -> list[_Group]:
+        """The decodes of `batch` under that window, for torch."""
+        return self.once(batch, ("groups", sliding_window), partial(self._make_groups, batch, sliding_window))
+
+    def chunks(self, batch: RaggedBatch, sliding_window: int | None) -> list[_Chunk]:
+        """The sequences of `batch` with several queries, under that window."""
+        return self.once(batch, ("chunks", sliding_window), partial(self._make_chunks, batch, sliding_window))
+
+    def _make_groups(self, batch: RaggedBatch, sliding_window: int | None) -> list[_Group]:
+        first_seen = _first_seen(batch, sliding_window)
+        first_block = first_seen // self._block_size
+        num_blocks = -(-batch.context_lens // self._block_size) - first_block
         starts = batch.query_starts
         decodes = np.flatnonzero(batch.query_lens == 1)
         decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
-        groups = [
+        return [
             self._make_group(batch, seqs, starts, first_seen, first_block, num_blocks)
             for seqs in _split(decodes, num_blocks, self.group_blocks)
         ]
-        chunks = [
+
+    def _make_chunks(self, batch: RaggedBatch, sliding_window: int | None) -> list[_Chunk]:
+        first_seen, starts = _first_seen(batch, sliding_window), batch.query_starts
+        return [
             self._make_chunk(batch, seq, int(starts[seq]), int(first_seen[seq]), sliding_window)
             for seq in np.flatnonzero(batch.query_lens > 1).tolist()
         ]
-        return _Plan(groups, chunks)
 
     def _make_group(
         self,
@@ -194,6 +197,13 @@ class Workspace:
         )
 
 
+def _first_seen(batch: RaggedBatch, sliding_window: int | None) -> NDArray[np.int32]:
+    """The first position that each sequence's first query sees: at p it sees [p - window + 1, p]."""
+    if sliding_window is None:
+        return np.zeros_like(batch.context_lens)
+    return np.maximum(batch.context_lens - batch.query_lens - sliding_window + 1, 0)
+
+
 def _as_slice(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     """`rows` as an index: a slice, which copies nothing, where they follow one another."""
     if (np.diff(rows) == 1).all():
@@ -231,19 +241,25 @@ def paged_attention(
     """As `kernels.paged_attention.paged_attention`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
-    plan = workspace.plan(batch, sliding_window)
     query = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if sinks is not None:
         sinks = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for group in plan.groups:
-        keys, values = workspace.gather(key_cache, value_cache, kv_scales, group.block_ids, group.empty)
-        shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
-        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-        # The query heads of one kv head take the place of query positions: no key is repeated.
-        out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
-    for chunk in plan.chunks:
-        keys, values = workspace.gather(key_cache, value_cache, kv_scales, chunk.block_ids)
+    gather = partial(workspace.gather, key_cache, value_cache, kv_scales)
+    if native_path.serves(query, key_cache):
+        decodes = workspace.decodes(batch, sliding_window)
+        if decodes is not None:
+            terms = {"scale": scale, "softcap": softcap, "sinks": sinks, "kv_scales": kv_scales}
+            native_path.attend_decodes(query, key_cache, value_cache, decodes, out, **terms)
+    else:
+        for group in workspace.groups(batch, sliding_window):
+            keys, values = gather(group.block_ids, group.empty)
+            shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
+            keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+            # The query heads of one kv head take the place of query positions: no key is repeated.
+            out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
+    for chunk in workspace.chunks(batch, sliding_window):
+        keys, values = gather(chunk.block_ids)
         seen = slice(chunk.first_slot, chunk.first_slot + chunk.num_keys)
         rows = slice(chunk.start, chunk.start + chunk.num_queries)
         queries = query[rows].permute(1, 2, 0, 3)  # [num_kv_heads, group, num_queries, head_dim]

@@ -6,14 +6,16 @@
 from torch import Tensor
 
 from kernels.chips import use_triton
-from kernels.rms_norm import torch_path
+from kernels.rms_norm import native_path, torch_path
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension, computed in float32, as the dtype of `x`.
 
-    x [num_tokens, hidden_size], any stride of tokens; weight [hidden_size].
+    x [..., hidden_size], any stride of tokens; weight [hidden_size].
     """
+    if native_path.serves(x, weight):
+        return native_path.rms_norm(x, weight, epsilon)
     return add_rms_norm(x, None, weight, epsilon)[0]
 
 

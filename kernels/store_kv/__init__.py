@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kernels.chips import use_triton
 from kernels.quantised import is_quantised
-from kernels.store_kv import torch_path
+from kernels.store_kv import native_path, torch_path
 
 
 def store_kv(
@@ -23,6 +23,9 @@ def store_kv(
     `kv_scales`, those of keys and of values, float32 [num_blocks, block_size, num_kv_heads], written with it.
     """
     assert is_quantised(key_cache) == (kv_scales is not None), "a cache has scales when it is quantised"
+    if kv_scales is None and native_path.serves(key, value, key_cache, value_cache):
+        native_path.store_kv(key, value, key_cache, value_cache, block_ids, offsets)
+        return
     store = torch_path.store_kv
     if use_triton(key):
         from kernels.store_kv import triton_path

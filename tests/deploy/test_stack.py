@@ -73,11 +73,13 @@ class Stack:
             pytest.skip(f"no container engine can run here: {last}")
         return engine
 
-    def docker(self, *words: str, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def docker(
+        self, *words: str, check: bool = True, timeout: float = 300, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             ["docker", *words],
             cwd=ROOT,
-            env=self.environment,
+            env=environment or self.environment,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -114,7 +116,7 @@ def until(condition: Callable[[], Any], what: str, timeout: float = 60) -> Any:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Up and healthy, its image built from our Dockerfile on a stand-in base."""
-    if shutil.which("dockerd") is None or shutil.which("docker") is None:
+    if not all(map(shutil.which, ("dockerd", "docker", "iptables-save"))):
         pytest.skip("no container engine: install Debian's package docker.io")
     if os.geteuid() != 0:
         pytest.skip("a container engine of one's own needs root")
@@ -123,6 +125,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         made = Stack(folder)
     except Missing as reason:
         pytest.skip(str(reason))
+    rules = subprocess.run(["iptables-save"], capture_output=True, check=True).stdout  # the engine adds its own
     engine = made.start_engine()
     try:
         try:
@@ -136,6 +139,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         )
         file = "deploy/otel-collector.Dockerfile"
         made.docker("build", "-t", "carousel-otel-collector:0.159.0", "-f", file, "deploy")
+        # As `make up` does it, with what can run here.
+        bare = made.environment | {"COMPOSE_PROFILES": "cpu"}
+        made.docker("compose", "--env-file", f"{folder}/env", "up", "--wait", "--no-build", environment=bare)
         made.compose("up", "--wait", "--no-build", *SERVICES)
         yield made
     finally:
@@ -144,6 +150,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         engine.wait(60)
         for mount in re.findall(rf"^\S+ ({folder}\S*)", Path("/proc/mounts").read_text(), re.MULTILINE):
             subprocess.run(["umount", mount], check=False)
+        subprocess.run(["iptables-restore"], input=rules, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

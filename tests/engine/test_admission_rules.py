@@ -120,6 +120,18 @@ def test_cached_prompt_tokens_are_not_computed_again() -> None:
     assert [engine.finish(name).stats.cached_tokens for name in ("a", "b", "salted")] == [0, 12, 0]
 
 
+def test_the_end_of_a_prefix_is_reused_before_its_beginning() -> None:
+    """One block of four is lost to another request: the first three can still be found."""
+    engine = Engine(num_blocks=8, max_num_batched_tokens=64)
+    engine.add(distinct("a", 0, 16, max_tokens=1))
+    engine.run()
+    engine.add(distinct("b", 100, 20, max_tokens=1))
+    engine.run()
+    engine.add(distinct("again", 0, 16, max_tokens=1))
+    engine.run()
+    assert engine.finish("again").stats.cached_tokens == 12
+
+
 def test_a_follow_up_finds_the_generated_tokens_too() -> None:
     """The next turn of a conversation begins with prompt and answer: both are cached."""
     engine = Engine(max_num_batched_tokens=64)
@@ -189,6 +201,17 @@ def test_choices_share_the_prompt_and_copy_its_last_block() -> None:
     assert (second.num_prefill_tokens, second.num_copied_blocks) == (2, 2)
     engine.run()
     assert [engine.finish(choice=choice).stats.cached_tokens for choice in range(3)] == [0, 9, 9]
+
+
+def test_choices_copy_nothing_where_only_the_last_token_of_a_block_is_left() -> None:
+    """All of the prompt but its last token is in full blocks, which are shared: there is nothing to copy."""
+    engine = Engine(max_num_batched_tokens=64)
+    engine.add(make_request(prompt=9, n=2))
+    engine.step()
+    second = engine.step()
+    assert second is not None
+    assert (second.num_prefill_tokens, second.num_copied_blocks) == (1, 0)
+    engine.run()
 
 
 def test_a_higher_class_takes_the_budget_of_a_lower_prefill() -> None:
@@ -388,6 +411,20 @@ def test_a_prefill_budget_caps_what_decodes_leave() -> None:
     assert record is not None
     assert (record.num_decode_tokens, record.num_prefill_tokens) == (2, 7)
     assert budget.asked == [(0, 0, None, 4, 16), (2, 10, 0.05, 4, 14)]
+    engine.run()
+
+
+def test_no_decode_pauses_for_a_prefill_that_may_not_use_more() -> None:
+    """A tier with a tighter target may arrive, so the prefill gets three tokens a step; decodes leave more."""
+    tiers = {"fast": TierPolicy(name="fast", ttft=1.0), "slow": TierPolicy(name="slow", ttft=5.0)}
+    engine = Engine(prefill_budget=HalfBudget(), tiers=tiers, num_blocks=100, max_num_seqs=8)
+    engine.add(*(distinct(f"low{i}", 10 * i, 1, lane="fast", max_tokens=30) for i in range(4)))
+    engine.step()
+    engine.add(distinct("long", 500, 40, lane="slow", priority_class=1))
+    for _ in range(4):
+        record = engine.step()
+        assert record is not None
+        assert (record.num_decode_tokens, record.num_prefill_tokens, record.paused) == (4, 3, ())
     engine.run()
 
 

@@ -156,6 +156,23 @@ def test_row_06_a_large_one_is_not_passed_over_for_ever(max_overtaken: int, num_
     assert order[: order.index("large")] == ["a", *(f"s{number}" for number in range(num_passed))]
 
 
+def test_row_06_who_had_its_seat_may_be_passed_again() -> None:
+    """A displaced one that does not fit is passed by small ones again: those of its last wait do not count."""
+    engine = Engine(num_blocks=12, max_overtaken=2, max_num_batched_tokens=64)
+    engine.add(distinct("a", 0, 12, max_tokens=8), distinct("large", 100, 40, max_tokens=6))
+    for number in range(6):
+        engine.add(distinct(f"s{number}", 1000 + 10 * number, 3, max_tokens=3, arrival=1.0 + number))
+    while "large" not in [request_id for record in engine.records for request_id in record.admitted]:
+        engine.step()
+    engine.add(distinct("high", 300, 8, priority_class=1, max_tokens=20))
+    displacing, following = engine.step(), engine.step()
+    assert displacing is not None
+    assert following is not None
+    assert [p.request_id for p in displacing.preempted] == ["large"]
+    assert following.admitted == ("s5",)
+    engine.run()
+
+
 def test_row_07_decodes_are_never_paused_for_prefill() -> None:
     """While long prompts come in, every sequence that decodes gets its token in every step."""
     engine = Engine(num_blocks=200, max_num_seqs=4, max_num_batched_tokens=8)

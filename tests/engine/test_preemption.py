@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.engine.builders import Engine, make_request
+from schemas.reasons import FinishReason
+from tests.engine.builders import Engine, make_config, make_request
 from worker.engine.arrival_queue import ArrivalQueue
+from worker.engine.block_manager import BlockManager
 from worker.engine.cost import CostModel
 from worker.engine.fakes import FakeRunner
 from worker.engine.outputs import BlockCopy, StepOutcome, StepPlan
@@ -275,6 +277,127 @@ def test_a_victim_gives_back_its_part_of_a_prefill() -> None:
     assert [p.request_id for p in record.preempted] == ["low"]
     assert (record.num_prefill_tokens, record.num_budget_left) == (15, 1)
     engine.run()
+
+
+def test_a_seat_that_was_taken_and_not_used_is_given_up() -> None:
+    """Cancelled while the blocks of its victim drain: the runner never knew it, and the victim comes back."""
+    engine = Engine(num_blocks=8, num_host_blocks=8, preemption="swap", max_num_batched_tokens=64, finish_soon=0)
+    low = distinct("low", 0, 29, max_tokens=3)  # all blocks
+    engine.add(low)
+    engine.step()
+    engine.add(distinct("high", 100, 10, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert (record.admitted, record.paused) == (("high",), ("high",))
+    engine.cancel("high", FinishReason.CANCELLED)
+    assert engine.scheduler.stats().num_running == 0
+    engine.run()
+    assert engine.tokens("high") == []
+    assert engine.tokens("low") == undisturbed(low)
+
+
+def test_of_equal_victims_the_one_with_more_to_come_goes() -> None:
+    """What costs the same to bring back is lost the less the nearer its end the other one is, newer or not."""
+    engine = Engine(max_num_seqs=2, max_num_batched_tokens=64, preemption="recompute")
+    engine.add(distinct("long", 0, 8, max_tokens=60), distinct("near", 100, 8, max_tokens=10))
+    for _ in range(5):
+        engine.step()
+    engine.add(distinct("high", 200, 4, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert [p.request_id for p in record.preempted] == ["long"]
+    engine.run()
+
+
+def test_what_a_swap_costs_counts_where_it_is_cheaper() -> None:
+    """Newest and cheapest to compute again is one, but a copy of the other one costs less for what is to come."""
+    cost = CostModel(
+        copy_out_seconds_per_block=1.0,
+        copy_in_seconds_per_block=1.0,
+        prefill_seconds=lambda num_tokens, _: float(num_tokens**2),
+        min_swap_tokens=1,
+    )
+    engine = Engine(max_num_seqs=2, max_num_batched_tokens=64, num_host_blocks=64, cost=cost, prefix_caching=False)
+    engine.add(distinct("long", 0, 20, max_tokens=60), distinct("short", 100, 10, max_tokens=10))
+    for _ in range(5):
+        engine.step()
+    engine.add(distinct("high", 200, 4, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert [(p.request_id, p.mode) for p in record.preempted] == [("long", "swap")]
+    engine.run()
+
+
+def test_what_a_victim_is_promised_comes_free_too() -> None:
+    """A prefill that has begun holds 4 of its 16 blocks: with it go the 12 that nobody else could have."""
+    engine = Engine(num_blocks=20, watermark=0.0)
+    engine.add(distinct("low", 0, 64))
+    engine.step()
+    engine.add(distinct("high", 100, 40, priority_class=1))
+    record = engine.step()
+    assert record is not None
+    assert [(p.request_id, p.num_blocks) for p in record.preempted] == [("low", 4)]
+    assert record.admitted == ("high",)
+    engine.run()
+
+
+def test_blocks_in_other_tables_need_no_copy() -> None:
+    """Where blocks are scarce only those that another sequence holds survive: who has mostly those is recomputed."""
+    engine = Engine(num_blocks=640, num_host_blocks=400, max_num_batched_tokens=512, max_model_len=900, cost=LLAMA_8B)
+    engine.add(distinct("first", 0, 400))
+    engine.step()
+    engine.add(distinct("twin", 0, 400), distinct("other", 1000, 400))
+    engine.step()
+    victims = engine.scheduler._planner._victims
+    modes = {seq.request.request_id: victims.mode(seq, "block", contended=True) for seq in engine.scheduler.seated}
+    assert (modes["twin"], modes["other"]) == ("recompute", "swap")
+    engine.run()
+
+
+class ChargedQueue(ArrivalQueue):
+    """Notes what each admission has to compute of its prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.charged: list[tuple[str, int]] = []
+
+    def on_admitted(self, seq: Sequence, num_uncached: int, now: float) -> None:
+        self.charged.append((seq.request.request_id, num_uncached))
+
+
+def test_what_the_host_holds_of_a_prompt_is_not_computed() -> None:
+    """The policy is told that one that was swapped out has nothing of its prompt to compute."""
+    queue = ChargedQueue()
+    engine = Engine(waiting=queue, num_host_blocks=64, preemption="swap", max_num_seqs=1, look_ahead=0)
+    engine.add(distinct("low", 0, 9))
+    engine.step()
+    engine.add(distinct("high", 100, 4, priority_class=1))
+    engine.run()
+    assert queue.charged == [("low", 9), ("high", 4), ("low", 0)]
+
+
+def swapped_out(manager: BlockManager, number: int) -> Sequence:
+    """A sequence of two blocks, all of them on the host."""
+    seq = Sequence(number, distinct(f"r{number}", 100 * number, 8), 0)
+    manager.seat(seq, [])
+    manager.open(seq, None)
+    manager.grow(seq, 2)
+    seq.num_computed = 8
+    manager.swap_out(seq)
+    manager.end_step()
+    return seq
+
+
+def test_what_came_ahead_last_is_given_up_first() -> None:
+    """Of two that wait with their KV on the device the later one gives it up, but never who is to be seated."""
+    manager = BlockManager(make_config(num_blocks=6, num_host_blocks=8, watermark=0.0))
+    first, second = swapped_out(manager, 0), swapped_out(manager, 1)
+    for kept, left in ((None, first), (second, second)):
+        for seq in (first, second):
+            if seq.seq_id not in manager.prefetched:
+                manager.prefetch(seq)
+        manager.drop_prefetched(4, keep=kept or swapped_out(manager, 2))
+        assert list(manager.prefetched.values()) == [left]
 
 
 class LastFirst(ArrivalQueue):

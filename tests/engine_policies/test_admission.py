@@ -119,6 +119,7 @@ def test_what_is_due_earlier_counts_as_work_ahead():
     )
     assert admission.decide(make_request("b", prompt=1000, lane="strict", deadline=14.1), 10.0) == Admit()
     assert admission.decide(make_request("c", prompt=1000, lane="strict", deadline=9.9), 8.0) == Admit()
+    assert admission.decide(make_request("d", prompt=1000, lane="strict", deadline=10.0), 8.0) == Admit()
 
 
 def test_the_predicted_answer_counts_too():
@@ -186,6 +187,15 @@ def test_a_share_scales_configured_queues_and_not_measured_ones():
     assert isinstance(admission.decide(make_request("c", prompt=1, lane="batch"), 0.0), Refuse)
     admission.decide(make_request("d", prompt=1000), 0.0)
     assert admission.decide(make_request("e", prompt=1000), 0.0) == Admit()
+
+
+def test_a_share_reaches_the_limits_that_others_keep():
+    """Seats are the policy's to count: it is told of each new share."""
+    told: list[float] = []
+    admission = Admission(TIERS, Quotas({}), LIMITS, StepModel(), chunk=1000, share_seats=told.append)
+    admission.share(0.5, 0.0)
+    admission.share(0.25, 1.0)
+    assert told == [0.5, 0.25]
 
 
 def test_answers_teach_the_predictor():

@@ -251,6 +251,23 @@ def test_memory_is_bounded_while_the_clock_stands():
         assert len(world.queue._entries) <= 130
 
 
+def test_who_still_runs_is_not_forgotten():
+    """A tenant that only sits owes for its tokens, however many others came and went meanwhile."""
+    world = World(make_policy("wfq"))
+    sitting = world.push(tenant="sits", prompt=1)
+    world.admit(sitting)
+    for i in range(3 * MAX_IDLE_FLOWS):
+        world.now += 1.0
+        world.push(tenant="present", prompt=1)
+        seq = world.push(tenant=f"t{i}", prompt=10)
+        world.admit(seq)
+        world.finish(seq)
+    for _ in range(2 * MAX_IDLE_FLOWS):
+        world.token(sitting)
+    late = world.push(tenant="sits", prompt=1)
+    assert list(world.queue.first(world.now, len(world.queue)))[-1] is late
+
+
 def test_the_most_indebted_are_remembered():
     """When idle tenants are forgotten, it is those that owe least."""
     world = World(make_policy("wfq"))

@@ -54,11 +54,13 @@ def test_unknown_tenants_have_the_default_terms():
 
 
 def test_a_worker_grants_its_share_of_the_limit():
-    """Half of the lanes' partitions: half of the seats; a share that rounds to nothing leaves one."""
+    """Half of the lanes' partitions: half of the seats, rounded down; a share that rounds to nothing leaves one."""
     world = World(make_policy("fcfs", tenants={"t": TenantPolicy(name="t", max_running=4)}))
     for _ in range(6):
         world.push(tenant="t")
     world.queue.share(0.5)
+    assert len(list(world.queue.first(0.0, 6))) == 2
+    world.queue.share(0.7)
     assert len(list(world.queue.first(0.0, 6))) == 2
     for _ in range(2):
         world.admit_head()
@@ -93,3 +95,106 @@ def test_being_at_the_limit_saves_up_no_claim():
         if seq.request.tenant == "capped":
             world.finish(seq)
     assert turns.count("capped") == 3
+
+
+def served(world: World, num_turns: int) -> str:
+    """Who has the next turns, one letter each; everyone leaves its seat at once."""
+    turns = ""
+    for _ in range(num_turns):
+        seq = world.admit_head()
+        turns += seq.request.tenant
+        world.finish(seq)
+        world.now += 0.001
+    return turns
+
+
+def push_many(world: World, tenant: str, num_requests: int = 100, **fields: object) -> None:
+    for _ in range(num_requests):
+        world.push(tenant=tenant, prompt=10, **fields)
+
+
+def test_a_newcomer_is_level_with_one_that_waits_for_its_own_seat():
+    """However long a tenant alone was served within its limit, who comes while it waits for its seat is not ahead."""
+    world = World(make_policy("wfq", tenants={"a": TenantPolicy(name="a", max_running=1)}))
+    push_many(world, "a")
+    served(world, 50)
+    holder = world.admit_head()
+    assert world.queue.head(world.now) is None
+    push_many(world, "n")
+    world.finish(holder)
+    world.now += 0.001
+    assert served(world, 6) == "ananan"
+
+
+def test_who_gives_up_while_it_waits_for_its_own_seat_was_not_served_last():
+    """A newcomer is level with who could go last, not with one that has long been at its limit and then left."""
+    world = World(make_policy("wfq", tenants={"a": TenantPolicy(name="a", max_running=1)}))
+    push_many(world, "a", 2)
+    push_many(world, "b", 20)
+    holder = world.admit_head()
+    assert served(world, 20) == 20 * "b"
+    for seq in list(world.waiting.values()):
+        world.cancel(seq)
+    world.finish(holder)
+    world.now += 0.001
+    push_many(world, "n", 20)
+    push_many(world, "b", 20)
+    assert served(world, 6) == "nbnbnb"
+
+
+def capped_claim(num_seats: int = 1) -> World:
+    """Class 0 of a tenant with one seat, taken; what waits of it has waited too long, and claims turns of class 1."""
+    world = World(make_policy("composite", tenants={"l": TenantPolicy(name="l", max_running=num_seats)}))
+    push_many(world, "l", priority_class=0)
+    world.now = 20.0
+    return world
+
+
+def test_a_claim_at_its_limit_saves_up_no_turns():
+    """A class whose tenants wait for their own seats claims nothing; then it starts level with the class above."""
+    world = capped_claim()
+    holder = world.admit_head()
+    push_many(world, "a", priority_class=1)
+    assert served(world, 50) == 50 * "a"
+    world.finish(holder)
+    world.now += 0.001
+    assert served(world, 6) == "lalala"
+
+
+def test_a_claim_at_its_limit_was_not_served_last():
+    """It has long waited for its own seat when all of the class above leave: a newcomer is level with those."""
+    world = capped_claim()
+    world.admit_head()
+    push_many(world, "a", 50, priority_class=1)
+    assert served(world, 50) == 50 * "a"
+    assert world.queue.head(world.now) is None
+    push_many(world, "n", 20, priority_class=1)
+    push_many(world, "a", 20, priority_class=1)
+    assert served(world, 6) == "nanana"
+
+
+def test_a_newcomer_is_not_ahead_because_of_a_claim_at_its_limit():
+    """Who comes to the class above is level with those that have turns there, not with a claim that can take none."""
+    world = capped_claim()
+    world.admit_head()
+    push_many(world, "a", priority_class=1)
+    served(world, 50)
+    push_many(world, "n", priority_class=1)
+    assert served(world, 6) == "ananan"
+
+
+def test_a_newcomer_is_level_with_a_claim_that_had_the_last_turn():
+    """Hardly anybody else was there; the claim waits for its own seat when a newcomer to the class above comes."""
+    world = capped_claim()
+    holder = world.admit_head()
+    assert world.queue.head(world.now) is None
+    world.finish(holder)
+    world.now += 0.001
+    push_many(world, "a", 1, priority_class=1)
+    assert sorted(served(world, 51)) == ["a"] + 50 * ["l"]
+    holder = world.admit_head()
+    assert world.queue.head(world.now) is None
+    push_many(world, "n", priority_class=1)
+    world.finish(holder)
+    world.now += 0.001
+    assert sorted(served(world, 6)) == sorted("nlnlnl")

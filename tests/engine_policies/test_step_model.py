@@ -66,6 +66,17 @@ def test_outliers_move_it_little(seed: int):
     assert worst_error(model) < 0.25
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_early_step_of_no_time_does_not_outweigh_all_others(seed: int):
+    """Before it is known what is usual one step seems to have taken no time: 300 steps later it hardly counts."""
+    rng = random.Random(seed)
+    model = StepModel()
+    for i in range(310):
+        step = work(rng)
+        model.observe(*step, 0.0 if i == 10 else TRUTH.seconds(*step))
+    assert worst_error(model) < 0.10
+
+
 def test_it_follows_a_lasting_change():
     """When every step takes twice as long from now on, 600 steps later it is within 15 %."""
     model = fitted()
@@ -182,6 +193,12 @@ def test_the_budget_is_monotone(seed: int):
         assert budget.budget(num_decodes + 9, context, tpot, 16, 8192) <= tokens
         assert budget.budget(num_decodes, context + 50_000, tpot, 16, 8192) <= tokens
         assert budget.budget(num_decodes, context, tpot, 16, 4096) == min(tokens, 4096)
+
+
+def test_headroom_is_the_part_of_the_target_that_a_step_may_fill():
+    """0.1 s, of which 0.08 s may be filled; 0.03 s are the decodes'."""
+    budget = StepBudget(StepModel(prior=StepCost(0.01, 1e-3, 0.0, 1e-3)), headroom=0.8)
+    assert budget.budget(20, 0, 0.1, 16, 4096) == pytest.approx(50, abs=1)
 
 
 def test_prefills_always_get_on():

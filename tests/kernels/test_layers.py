@@ -6,6 +6,9 @@ from torch import Tensor
 
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
+from kernels.silu_and_mul import silu_and_mul
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,3 +52,14 @@ def test_rotary(interleaved, num_angles):
     for got, wanted in zip((query, key), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
         assert torch.equal(got[..., 2 * num_angles :], wanted[..., 2 * num_angles :].float())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str)
+def test_silu_and_mul(dtype, tolerance):
+    """gate * sigmoid(gate) * up from the smallest to the largest; what is not finite stays so."""
+    gate = torch.cat((torch.linspace(-200, 200, 397), torch.tensor([torch.nan, -1e30, 1e30])))
+    up = torch.randn(400, generator=torch.Generator().manual_seed(0))
+    gate_up = torch.cat((gate, up)).to(dtype).expand(3, 1, 800)
+    wide = gate_up.double()
+    want = wide[..., :400] * wide[..., :400].sigmoid() * wide[..., 400:]
+    torch.testing.assert_close(silu_and_mul(gate_up).double(), want, atol=tolerance, rtol=tolerance, equal_nan=True)

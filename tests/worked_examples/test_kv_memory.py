@@ -1,7 +1,5 @@
 """How much KV fits where: the worked numbers of the literature, through the code that the product runs."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -18,15 +16,16 @@ LLAMA_2_7B = [KVShape(num_kv_heads=32, head_dim=128)] * 32
 
 
 def bytes_per_token(shapes: list[KVShape]) -> int:
-    """The loader's formula on a model of these layers in fp16; of the model itself it asks the type only."""
+    """The loader's formula on a model of these layers with KV in fp16."""
     model = LoadedModel(
         name="shape only",
-        model=SimpleNamespace(dtype=torch.float16),
+        model=None,
         tokenizer=None,
         vocab_size=1,
         max_model_len=1,
         eos_token_ids=(),
         bos_token_id=None,
+        kv_dtype=torch.float16,
         layers=tuple(AttentionLayer(shape, Visibility()) for shape in shapes),
     )
     return model.bytes_per_token

@@ -91,7 +91,14 @@ def test_the_help_tells_of_tiers_and_tenants():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"weight": 0.0}, {"weight": float("nan")}, {"max_queued_tokens": 0}, {"max_quota_delay_ms": -1.0}, {"tenant": ""}],
+    [
+        {"weight": 0.0},
+        {"weight": float("inf")},
+        {"weight": float("nan")},
+        {"max_queued_tokens": 0},
+        {"max_quota_delay_ms": -1.0},
+        {"tenant": ""},
+    ],
 )
 def test_a_tier_that_cannot_work_is_refused(fields: dict):
     """By the tier itself, so that tools which know no worker refuse it, too."""

@@ -24,6 +24,7 @@ from service.cli.tables import console
 from service.cli.top import picture
 from tests.engine.builders import Engine, make_request
 from tests.worker.showing import Lane, Showing, Viewer
+from tests.worker.test_health import until
 from worker.console import remote_feed
 from worker.engine.block_pool import BlockState
 from worker.health import Health
@@ -253,11 +254,12 @@ def test_the_command_console():
         assert taken.returncode == 1
         assert f"port {port} of 127.0.0.1 cannot be had" in taken.stderr
         viewer = Viewer(port)
+        until(lambda: bool(viewer.away))
+        assert viewer.away[0].startswith("no worker answers")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (130, -signal.SIGINT)
         viewer.join()
         assert viewer.ended
-        assert viewer.away[0].startswith("no worker answers")
 
 
 async def test_a_feed_asks_again_only_after_its_period():

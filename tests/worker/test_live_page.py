@@ -44,7 +44,7 @@ async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, d
         assert page.value("document.querySelector('#turning').style.transform") != before
         assert page.value("document.querySelector('#state').textContent") == "ready"
         assert " gave a seat to " in page.value("document.querySelector('#preempted li').textContent")
-        assert page.value("document.documentElement.scrollWidth") == width
+        assert page.value("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
         counts = page.value(
             "[...document.querySelectorAll('#l-device li')].map((li) => +li.textContent.replace(/\\D/g, ''))"
         )

@@ -199,6 +199,22 @@ async def test_a_preempted_request(mode: str):
     assert page.registry.get_sample_value("llm_preemptions_total", labels) == 1
 
 
+async def test_a_prefill_that_is_swapped_out_goes_on_as_a_prefill():
+    """No token yet: what follows the swap is the rest of the prefill, and nothing of it is computed again."""
+    world = World(traced=True, max_num_seqs=1, num_host_blocks=64, preemption="swap")
+    world.publish("low", prompt="x" * 240, headers=[("priority", b"1")], max_tokens=4)
+    async with world.worker() as server:
+        world.deliver(server)
+        await until(lambda: len(world.steps) == 1)  # of four
+        world.publish("high", headers=[("priority", b"6")], max_tokens=4)
+        await world.serve(server)
+    low = next(s for s in named(world, ENGINE) if s.attributes["gen_ai.response.id"] == "low")
+    children = sorted((s for s in of_request(world) if is_child(s, low)), key=lambda s: (s.start_time, s.end_time))
+    assert [s.name for s in children] == ["llm.prefill", "llm.preempted", "llm.prefill", "llm.decode"]
+    assert children[1].attributes["llm.preemption.mode"] == "swap"
+    assert dict(children[2].attributes) == {"llm.choice": 0}
+
+
 def record_of(world: World):
     (preemption,) = (p for record in world.steps for p in record.preempted)
     return preemption

@@ -66,5 +66,9 @@ class ArrivalQueue:
     def urgency(self, seq: Sequence) -> tuple[float, ...]:
         return (-seq.priority_class, *seq.order_key)
 
+    def check_integrity(self) -> None:
+        """Asserts that each of the waiting is in the heap, once."""
+        assert sum(self._waits(entry) for entry in self._entries) == len(self._tickets), "one of the waiting is lost"
+
     def _waits(self, entry: _Entry) -> bool:
         return self._tickets.get(entry[1]) == entry[2]

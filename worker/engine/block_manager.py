@@ -261,7 +261,7 @@ class BlockManager:
         """Only the first num_blocks blocks of its copy on the host are valid: what follows is computed again."""
         self.host.free(seq.host_block_ids[num_blocks:])
         del seq.host_block_ids[num_blocks:]
-        seq.num_saved = min(seq.num_saved, num_blocks * self.block_size)
+        seq.num_saved = num_blocks * self.block_size
 
     def end_step(self) -> None:
         """The step in flight has ended: nothing reads or writes any more what it did."""

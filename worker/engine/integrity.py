@@ -23,6 +23,7 @@ def check_scheduler(
     running = [seq for seq in seated if seq.status is SequenceStatus.RUNNING]
     idle = [seq for seq in unfinished if seq.status is SequenceStatus.WAITING]
     blocks.check_integrity(seated, idle)
+    waiting.check_integrity()
 
     parts = {} if plan is None else {part.seq_id: part for part in plan.scheduled}
     if plan is not None:

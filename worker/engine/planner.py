@@ -394,7 +394,6 @@ class Planner:
         seq.move_to(_RUNNING)
         seq.opened_step = 0
         seq.num_prefill = seq.num_tokens
-        seq.num_prefix_waits = 0
         seq.num_overtaken = 0
         seq.urgency = self._waiting.urgency(seq)
         insort(self.running, seq, key=urgency)
@@ -450,7 +449,7 @@ class Planner:
         self._take_back_grant(victim)
         self.give_up_seat(victim)
         num_tokens, num_blocks = victim.num_computed, len(victim.block_ids)
-        victim.num_lost = max(victim.num_lost, num_tokens)
+        victim.num_lost = num_tokens
         if mode == "swap":
             copies = blocks.swap_out(victim)
             draft.swap_outs += copies

@@ -204,9 +204,10 @@ class PagedContext:
         sinks: Tensor | None,
     ) -> Tensor:
         layer, (key_cache, value_cache) = self._layers[self._num_calls], self._cache.layers[self._num_calls]
+        kv_scales = self._cache.scales[self._num_calls]
         self._num_calls += 1
         head_dim = layer.kv_shape.head_dim
-        store_kv(_padded(key, head_dim), _padded(value, head_dim), key_cache, value_cache, *self._slots)
+        store_kv(_padded(key, head_dim), _padded(value, head_dim), key_cache, value_cache, *self._slots, kv_scales)
         out = paged_attention(
             _padded(query, head_dim),
             key_cache,
@@ -217,6 +218,7 @@ class PagedContext:
             sliding_window=layer.visibility.sliding_window,
             softcap=softcap,
             sinks=sinks,
+            kv_scales=kv_scales,
         )
         return out[..., : value.shape[-1]]
 

@@ -2,6 +2,7 @@
 
 One tensor [num_blocks, numbers of a block]: a block of all layers is one contiguous extent, so that moving it is one
 copy of megabytes. In it stand, layer after layer, keys [block_size, num_kv_heads, head_dim] and values of that shape.
+Of a quantised cache it is bytes, and before a layer's keys and values stand their scales [block_size, num_kv_heads].
 """
 
 import os
@@ -12,9 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.quantised import LARGEST
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+_SCALE_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +35,37 @@ class KVShape:
         """How many numbers that is."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """In a cache of `dtype`, its scales included."""
+        return self.size * dtype.itemsize + (2 * self.num_kv_heads * _SCALE_BYTES if dtype in LARGEST else 0)
+
 
 class KVCache:
     """Keys and values of all layers. Its memory is touched as blocks are first written."""
 
     def __init__(self, num_blocks: int, block_size: int, shapes: Sequence[KVShape], dtype: torch.dtype):
         """`shapes`: of the layers, which may differ."""
-        self.blocks: Tensor = torch.empty(num_blocks, block_size * sum(s.size for s in shapes), dtype=dtype)
-        # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim].
-        layers = []
-        for shape, part in zip(shapes, self.blocks.split([block_size * s.size for s in shapes], dim=1), strict=True):
+        quantised = dtype in LARGEST
+        sizes = [block_size * (s.bytes_per_token(dtype) if quantised else s.size) for s in shapes]
+        # A layer's scales begin at whole floats.
+        sizes = [-(-size // _SCALE_BYTES) * _SCALE_BYTES for size in sizes] if quantised else sizes
+        self.blocks: Tensor = torch.empty(num_blocks, sum(sizes), dtype=torch.uint8 if quantised else dtype)
+        # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim], and of a quantised
+        # cache those of their scales, float32 [num_blocks, block_size, num_kv_heads].
+        layers, scales = [], []
+        for shape, part in zip(shapes, self.blocks.split(sizes, dim=1), strict=True):
+            if quantised:
+                num_bytes = 2 * block_size * shape.num_kv_heads * _SCALE_BYTES
+                kv_scales = part[:, :num_bytes].view(torch.float32)
+                kv_scales = kv_scales.view(num_blocks, 2, block_size, shape.num_kv_heads)
+                scales.append((kv_scales[:, 0], kv_scales[:, 1]))
+                part = part[:, num_bytes : num_bytes + block_size * shape.size].view(dtype)
+            else:
+                scales.append(None)
             kv = part.view(num_blocks, 2, block_size, shape.num_kv_heads, shape.head_dim)
             layers.append((kv[:, 0], kv[:, 1]))
         self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(layers)
+        self.scales: tuple[tuple[Tensor, Tensor] | None, ...] = tuple(scales)
 
 
 def block_bytes(bytes_per_token: int, block_size: int) -> int:

