@@ -52,11 +52,7 @@ class Peer:
 
     def python(self, home: Path) -> Path:
         """The interpreter that runs its script."""
-        return home / self.name / "venv/bin/python" if self.has_venv else Path(sys.executable)
-
-    @property
-    def has_venv(self) -> bool:
-        return self.install is not None
+        return home / self.name / "venv/bin/python" if self.install else Path(sys.executable)
 
 
 def is_installed(peer: Peer, home: Path) -> bool:

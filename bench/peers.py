@@ -20,6 +20,7 @@ from bench.measure import Run
 from bench.peer_results import OURS, Contestant, Measurement, OtherSettings, Results, Standing, busy_line
 from bench.peer_setups import PEERS, Peer, Unavailable, install, is_installed, measure, run_logged
 from bench.workload import MIXED_64, BenchRequest, Workload, equal_lengths, load_trace
+from worker.config import WorkerConfig
 
 _NAMES = [contender.value for contender in Contender] + list(PEERS)
 _WIDTH = 150  # of the table where the output is no terminal
@@ -49,8 +50,10 @@ def _entry(text: str) -> _Entry:
         return _Entry(Contestant(name, peer.label, peer.is_float32), peer=peer)
     options = tuple((key, value) for key, _, value in (setting.partition("=") for setting in settings))
     is_ours = name in (Contender.ENGINE.value, Contender.KAFKA.value)
-    if name not in _NAMES or (settings and not is_ours) or not all(key and value for key, value in options):
-        raise typer.BadParameter(f"there is no {text!r}; there are {', '.join(_NAMES)}, and engine:NAME=VALUE")
+    are_settings = all(key in WorkerConfig.model_fields and value for key, value in options)
+    if name not in _NAMES or (settings and not is_ours) or not are_settings:
+        known = f"{', '.join(_NAMES)}, and engine:NAME=VALUE with the name of a worker's setting"
+        raise typer.BadParameter(f"there is no {text!r}; there are {known}")
     contender = Contender(name)
     label = ", ".join([contender.label, *(f"{key} {value}" for key, value in options)])
     contestant = Contestant(text.strip(), label, not options, contender.is_static)
@@ -175,8 +178,10 @@ class _Campaign:
             if entry.name not in self._results.skipped:
                 try:
                     self._measure(load, entry, repeat, workloads[load])
-                except (Unavailable, ChildFailed) as error:
+                except Unavailable as error:
                     self._skip(entry, f"it failed: {error}")
+                except ChildFailed as error:  # a traceback, which ends with what went wrong
+                    self._skip(entry, f"it failed: {str(error).strip().splitlines()[-1]}\n{error}")
             self._progress.advance(overall)
 
     def _measure(self, load: str, entry: _Entry, repeat: int, workload: Workload) -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import peer_setups, peers
+from bench.child import ChildFailed
 from bench.measure import Answer, Run
 from bench.peer_results import Contestant, Measurement, OtherSettings, Results, Standing
 from bench.peer_setups import PEERS, SCRIPTS, Peer, Unavailable, install, is_installed
@@ -156,6 +157,18 @@ def test_a_peer_that_fails_is_left_out(tmp_path: Path, fake: Callable[[str], Non
     assert "fake: skipped: it failed" in output
 
 
+def test_ours_that_fails_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the last line of the traceback as the reason."""
+
+    def fail(*_: object) -> None:
+        raise ChildFailed("Traceback:\n  in a file\nOSError: no broker\n")
+
+    monkeypatch.setattr(peers, "in_child", fail)
+    code, output = invoke(f"--peers kafka --requests 1 --repeats 2 --load mixed --json {tmp_path / 'figures.json'}")
+    assert code == 0
+    assert "kafka: skipped: it failed: OSError: no broker" in output
+
+
 def test_a_peer_that_may_not_be_installed_is_left_out(tmp_path: Path):
     """With --no-install, and with a model that it cannot read."""
     options = f"--model tiny --requests 1 --repeats 1 --home {tmp_path} --json {tmp_path / 'figures.json'}"
@@ -218,7 +231,9 @@ def test_the_standing():
     assert (alone.ratios("other"), alone.sameness("other")) == ((None, None), None)
 
 
-@pytest.mark.parametrize("name", ["vlm", "vllm:seats=2", "static-8:seats=2", "engine:seats", "engine:=2", ""])
+@pytest.mark.parametrize(
+    "name", ["vlm", "vllm:seats=2", "static-8:seats=2", "engine:weights", "engine:seats=2", "engine:=2", ""]
+)
 def test_names_that_do_not_exist_are_refused(name: str, tmp_path: Path):
     """A sentence and status 2, before anything runs."""
     result = CliRunner().invoke(peers.app, ["--peers", f"engine,{name}", "--json", str(tmp_path / "figures.json")])
