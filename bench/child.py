@@ -52,8 +52,8 @@ def in_child(function: Callable[[_OnTokens], _T], on_tokens: _OnTokens) -> _T:
 
 
 def _call(function: Callable[[_OnTokens], _T], parent: Connection) -> None:
-    # OpenMP's threads spin at barriers by default, and lose much where cores are shared; the worker tells them not to.
-    # All contenders wait alike, so that transformers is at no disadvantage. Read when torch is imported.
+    # OpenMP's threads spin at barriers by default, and lose much where cores are shared; the worker tells them not to
+    # (worker/model/__init__.py), and here too, whatever is imported first. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),

@@ -1,5 +1,6 @@
 """The ways to serve the workload. Whoever compares them imports this; torch comes with the one that runs."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
@@ -43,6 +44,8 @@ def serve(contender: Contender, workload: Workload, on_tokens: Callable[[int], N
         from bench import through_kafka
 
         return through_kafka.run(workload, on_tokens)
+    # Transformers sets nothing: OpenMP's threads spin then, and it gains where it is alone. Before torch is imported.
+    os.environ.pop("OMP_WAIT_POLICY", None)
     from bench import static_batching
 
     return static_batching.run(workload, on_tokens, _BATCH_SIZES[contender])

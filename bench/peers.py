@@ -210,15 +210,8 @@ def _serve(
     if entry.peer is not None:
         return measure(entry.peer, home, workload, on_tokens, versions)
     assert entry.contender is not None
-    serving = _serve_as_installed if entry.contender.is_static else serve
-    run: Run = in_child(partial(serving, entry.contender, replace(workload, options=entry.options)), on_tokens)
+    run: Run = in_child(partial(serve, entry.contender, replace(workload, options=entry.options)), on_tokens)
     return run
-
-
-def _serve_as_installed(contender: Contender, workload: Workload, on_tokens: Callable[[int], None]) -> Run:
-    """With OpenMP's own default for how threads wait, to spin: transformers sets none, and gains when alone."""
-    os.environ.pop("OMP_WAIT_POLICY", None)  # before torch is imported
-    return serve(contender, workload, on_tokens)
 
 
 def _differs(results: Results, contestants: list[Contestant], load: str) -> bool:
