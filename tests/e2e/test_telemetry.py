@@ -96,17 +96,17 @@ async def test_every_documented_metric_is_there(broker: EmbeddedBroker, tmp_path
     counters of tokens are the sums of the usage topic."""
     settings = tmp_path / "worker.toml"
     settings.write_text(SETTINGS)
-    arguments = ("--config", str(settings), "--lane-prefix", "page.", "--metrics-port", "0", "--preemption", "swap")
-    async with producing(broker.bootstrap, "page.", partitions=1) as producer:
+    arguments = ("--config", str(settings), "--lane-prefix", "metrics.", "--metrics-port", "0", "--preemption", "swap")
+    async with producing(broker.bootstrap, "metrics.", partitions=1) as producer:
         with WorkerProcess(broker.bootstrap, tmp_path / "w.log", *arguments, "--max-num-seqs", "1") as worker:
-            async with Client(broker.bootstrap, lane_prefix="page.") as client:
+            async with Client(broker.bootstrap, lane_prefix="metrics.") as client:
                 low = asyncio.create_task(
                     client.complete(prompt="x" * 40, tier="batch", max_tokens=300, ignore_eos=True, temperature=0)
                 )
                 await wait_for(lambda: running(port_of(worker), "batch"))
                 await client.complete(prompt="y", tier="interactive", max_tokens=20, ignore_eos=True)
                 slow = [client.complete(prompt="z", tier="interactive", tenant="slow", max_tokens=350) for _ in "12"]
-                await producer._producer.send_and_wait("page.batch", b"\xc1", headers=[("reply_to", b"__no")])
+                await producer._producer.send_and_wait("metrics.batch", b"\xc1", headers=[("reply_to", b"__no")])
                 answers = [await low, *await asyncio.gather(*slow)]
             await asyncio.sleep(0.5)
             text = await page_of(port_of(worker))
@@ -114,7 +114,7 @@ async def test_every_documented_metric_is_there(broker: EmbeddedBroker, tmp_path
             plain = await page_of(port_of(worker), "text/plain")
             check_lines(worker)
             assert worker.stop() == 0
-    records = [r for r in await usage_records(broker.bootstrap) if r["input"][0].startswith("page.")]
+    records = [r for r in await usage_records(broker.bootstrap) if r["input"][0].startswith("metrics.")]
     assert answers[0].preemptions.swap >= 1
     ours = {name: family for name, family in found.items() if not name.startswith("process_")}
     assert {name: family[:2] for name, family in ours.items()} == documented.metrics()
@@ -139,7 +139,7 @@ def check_lines(worker: WorkerProcess) -> None:
     assert all(set(line) == common | finished for line in lines)
     (letter,) = worker.logged("request.dead_letter")
     assert common - {"attempt"} <= set(letter)
-    assert (letter["lane"], letter["offset"]) == ("page.batch", 1)
+    assert (letter["lane"], letter["offset"]) == ("metrics.batch", 1)
 
 
 async def running(port: int, tier: str) -> bool:
@@ -169,10 +169,10 @@ async def test_an_endpoint_that_is_away_changes_nothing(
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "64")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
-    arguments = ("--lane-prefix", "dead.", "--trace-steps", "1", "--metrics-port", "0")
-    async with producing(broker.bootstrap, "dead.", partitions=1):
+    arguments = ("--lane-prefix", "deaf.", "--trace-steps", "1", "--metrics-port", "0")
+    async with producing(broker.bootstrap, "deaf.", partitions=1):
         with WorkerProcess(broker.bootstrap, tmp_path / "w.log", *arguments) as worker:
-            async with Client(broker.bootstrap, lane_prefix="dead.") as client:
+            async with Client(broker.bootstrap, lane_prefix="deaf.") as client:
                 answers = await asyncio.gather(*(client.complete(prompt="x", max_tokens=100) for _ in range(20)))
                 await asyncio.sleep(2)
             assert len(answers) == 20

@@ -149,7 +149,8 @@ class Producer:
 @contextlib.asynccontextmanager
 async def producing(bootstrap: str, lane_prefix: str, partitions: int = 4) -> AsyncIterator[Producer]:
     """A producer on lanes of its own, which it creates."""
-    await create_topics(KafkaConnection(bootstrap=bootstrap), lane_prefix=lane_prefix, partitions=partitions)
+    topics = await create_topics(KafkaConnection(bootstrap=bootstrap), lane_prefix=lane_prefix, partitions=partitions)
+    assert any(name.startswith(lane_prefix) for name in topics.created), f"another test has lanes {lane_prefix}*"
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap)
     await admin.start()
     producer = AIOKafkaProducer(bootstrap_servers=bootstrap)
