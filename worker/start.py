@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import structlog
 
@@ -35,6 +35,8 @@ from worker.supervised import SupervisorLink
 from worker.transport.kafka_connections import KafkaUnavailable
 
 log = structlog.get_logger(__name__)
+
+_PROGRESS_STEP = 5  # percent
 
 
 async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> None:
@@ -117,7 +119,7 @@ def build(
     )
     prepare_cpu(num_threads, native_kernels=config.native_kernels)
     loaded = load_model(
-        config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_log_progress, limits=limits
+        config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_progress_log(), limits=limits
     )
     _prepare_weights(config, loaded)
     num_blocks = config.num_blocks or num_blocks_for_ram(
@@ -207,5 +209,15 @@ def model_facts(loaded: LoadedModel) -> ModelFacts:
     return ModelFacts(loaded.name, loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids, loaded.tokenizer)
 
 
-def _log_progress(what: str, share: float) -> None:
-    log.info("model.progress", doing=what, percent=round(share * 100))
+def _progress_log() -> Callable[[str, float], None]:
+    """Says what is done, and how far it is in steps of 5 %. Loaders report once per tensor."""
+    said: tuple[str, int] | None = None
+
+    def report(what: str, share: float) -> None:
+        nonlocal said
+        percent = round(share * 100)
+        if said is None or said[0] != what or percent >= said[1] + _PROGRESS_STEP:
+            said = (what, percent)
+            log.info("model.progress", doing=what, percent=percent)
+
+    return report

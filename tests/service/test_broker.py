@@ -67,6 +67,16 @@ async def test_names_the_extra_when_not_installed(monkeypatch: pytest.MonkeyPatc
             pass
 
 
+async def test_says_where_it_cannot_be_unpacked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home folder that cannot be written is an error that says so, not a traceback."""
+    home = tmp_path / "home"
+    home.touch()  # a file: root may write into any folder
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(BrokerFailed, match="cannot be unpacked"):
+        async with EmbeddedBroker():
+            pass
+
+
 async def test_ends_with_its_parent() -> None:
     """A parent that is killed takes the broker with it."""
     program = (
