@@ -86,6 +86,11 @@ class EmbeddedBroker:
         assert self._process is not None, "the broker has not been started"
         return await asyncio.to_thread(self._process.wait)
 
+    async def failed(self) -> BrokerFailed:
+        """Waits until the broker has ended, and says how."""
+        await self.ended()
+        return self._failure()
+
     def __enter__(self) -> Self:
         return self.start()
 
@@ -155,6 +160,8 @@ class EmbeddedBroker:
         output = self._log.read().decode(errors="replace")
         if "AddrInUse" in output:
             return AddressTaken(f"{self._bootstrap} is taken by another program")
+        if "AddrNotAvailable" in output:
+            return BrokerFailed(f"{self._host} is not an address of this machine: give one that is, or 127.0.0.1")
         if self._process.poll() is None:
             return BrokerFailed(f"no answer from {self._bootstrap} within {self._start_timeout:g} s")
         tail = " | ".join(output.strip().split("\n")[-4:])

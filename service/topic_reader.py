@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
@@ -14,7 +14,10 @@ from aiokafka.coordinator.protocol import ConsumerProtocol
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
     GroupAuthorizationFailedError,
+    GroupCoordinatorNotAvailableError,
+    GroupLoadInProgressError,
     KafkaError,
+    NotCoordinatorForGroupError,
     TopicAuthorizationFailedError,
 )
 from aiokafka.structs import OffsetAndMetadata
@@ -25,7 +28,12 @@ from service.kafka import explained
 
 _POLL_MS = 200
 _SILENCE_S = 5.0  # a topic that is deleted while it is read says nothing more
+# The first question about any group makes a cluster create the topic of all commits: "not available" until then.
+_COORDINATOR_S = 15.0
+_COORDINATOR_ERRORS = (GroupCoordinatorNotAvailableError, GroupLoadInProgressError, NotCoordinatorForGroupError)
 _AUTHORIZATION_ERRORS = (ClusterAuthorizationFailedError, GroupAuthorizationFailedError, TopicAuthorizationFailedError)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +126,14 @@ class TopicReader:
         self, group: str, partitions: Iterable[TopicPartition]
     ) -> dict[TopicPartition, OffsetAndMetadata]:
         """What a group has committed of these partitions; those without a commit are missing."""
-        found = await self._admin.list_consumer_group_offsets(group, partitions=list(partitions))
+        asked = list(partitions)
+        found = await _coordinated(lambda: self._admin.list_consumer_group_offsets(group, partitions=asked))
         return {partition: commit for partition, commit in found.items() if commit.offset >= 0}
 
     async def members(self, group: str) -> list[GroupMember]:
         """The consumers of a group; none when there is no such group."""
         # One group a request: aiokafka 0.14 reads the second one of an answer wrongly.
-        (response,) = await self._admin.describe_consumer_groups([group])
+        (response,) = await _coordinated(lambda: self._admin.describe_consumer_groups([group]))
         (described,) = response.groups
         return [_member(each) for each in described[5]]
 
@@ -138,6 +147,18 @@ class TopicReader:
                     if entry["config_names"] == "retention.ms":
                         found[resource["resource_name"]] = int(entry["config_value"])
         return found
+
+
+async def _coordinated(ask: Callable[[], Awaitable[_T]]) -> _T:
+    """What a group's coordinator answers; asked again while there is none yet."""
+    give_up_at = time.monotonic() + _COORDINATOR_S
+    while True:
+        try:
+            return await ask()
+        except _COORDINATOR_ERRORS:
+            if time.monotonic() > give_up_at:
+                raise
+            await asyncio.sleep(0.2)
 
 
 def _member(described: tuple[Any, ...]) -> GroupMember:

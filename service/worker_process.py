@@ -27,6 +27,11 @@ class WorkerProcess:
         self._process = process
         self.log_path = log_path
 
+    def kill(self) -> None:
+        """At once, without a drain."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def failed(self) -> WorkerFailed:
         """Waits until the process has ended, and says how."""
         status = await self._process.wait()

@@ -80,7 +80,7 @@ class _Demo:
     async def run(self, given: KafkaConnection | None) -> None:
         """Everything in order. Raises ServiceError, and then leaves the folder with the logs."""
         folder = Path(tempfile.mkdtemp(prefix="carousel-demo-"))
-        keep = True
+        keep = True  # what failed can be looked at
         try:
             steps = await self._run_in(folder, given)
             self._report(steps)
@@ -101,7 +101,7 @@ class _Demo:
         """Starts everything, fills the answers in, stops everything. The worker's step records."""
         step_log = folder / "steps.jsonl"
         async with contextlib.AsyncExitStack() as stack:
-            connection, lane_prefix = await stack.enter_async_context(self._kafka(given))
+            connection, lane_prefix, broker = await stack.enter_async_context(self._kafka(given))
             arguments = [
                 *("--model", self._model, "--max-num-seqs", str(self._max_num_seqs)),
                 *("--lane-prefix", lane_prefix, "--step-log", str(step_log)),
@@ -112,24 +112,26 @@ class _Demo:
                 worker = await stack.enter_async_context(starting)
             client = await stack.enter_async_context(Client(connection=connection, lane_prefix=lane_prefix))
             with self._streams():
-                await self._ask(client, worker)
+                await self._ask(client, worker, broker)
         return [json.loads(line) for line in step_log.read_text().splitlines()]
 
     @contextlib.asynccontextmanager
-    async def _kafka(self, given: KafkaConnection | None) -> AsyncIterator[tuple[KafkaConnection, str]]:
-        """(connection, lane prefix) with the topics there; on a Kafka that was given, for the demonstration only."""
+    async def _kafka(
+        self, given: KafkaConnection | None
+    ) -> AsyncIterator[tuple[KafkaConnection, str, EmbeddedBroker | None]]:
+        """(connection, lane prefix, own broker) with the topics there; on a Kafka that was given, ones of its own."""
         if given is None:
             async with EmbeddedBroker() as broker:
                 connection = KafkaConnection(bootstrap=broker.bootstrap)
                 await create_topics(connection)
                 self._console.print(f"broker: embedded, {broker.bootstrap}")
-                yield connection, DEFAULT_LANE_PREFIX
+                yield connection, DEFAULT_LANE_PREFIX, broker
             return
         lane_prefix = f"demo-{uuid.uuid4().hex[:8]}."
         topics = await create_topics(given, lane_prefix=lane_prefix, partitions=3)
         self._console.print(f"broker: {given.bootstrap}, lanes {lane_prefix}*")
         try:
-            yield given, lane_prefix
+            yield given, lane_prefix, None
         finally:
             async with TopicAdmin(given) as admin:
                 await admin.delete([name for name in topics.created if name.startswith(lane_prefix)])
@@ -155,20 +157,24 @@ class _Demo:
             yield say
         self._console.print(f"worker: {self._model} ready after {time.monotonic() - start:.1f} s")
 
-    async def _ask(self, client: Client, worker: WorkerProcess) -> None:
-        """Sends the prompts and waits for the answers, or for the worker's failure, which it raises."""
+    async def _ask(self, client: Client, worker: WorkerProcess, broker: EmbeddedBroker | None) -> None:
+        """Sends the prompts and waits for the answers, or for the failure of worker or broker, which it raises."""
         self._start = time.monotonic()
         asking = asyncio.create_task(ask(client, self._answers, self._on_change, urgent_last=self._tight))
-        failing = asyncio.create_task(worker.failed())
+        failing: list[asyncio.Task[ServiceError]] = [asyncio.create_task(worker.failed())]
+        if broker is not None:
+            failing.append(asyncio.create_task(broker.failed()))
         try:
-            await asyncio.wait({asking, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                raise failing.result()
+            await asyncio.wait({asking, *failing}, return_when=asyncio.FIRST_COMPLETED)
+            for failure in failing:
+                if failure.done():
+                    worker.kill()  # without a broker it would drain for long
+                    raise failure.result()
             await asking
         finally:
-            asking.cancel()
-            failing.cancel()
-            await asyncio.gather(asking, failing, return_exceptions=True)
+            for task in (asking, *failing):
+                task.cancel()
+            await asyncio.gather(asking, *failing, return_exceptions=True)
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[None]:

@@ -32,10 +32,11 @@ def submit(
     tenant: Annotated[str | None, typer.Option(help="Who pays.")] = None,
     priority: Annotated[int | None, typer.Option(help="0 to 9 inside the lane; larger is more urgent.")] = None,
     deadline: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="After it the answer is worthless, and generation stops.")
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="After it the answer is worthless, and generation stops."),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Give up when nothing comes for so long.")
+        float | None, typer.Option(min=0.001, metavar="SECONDS", help="Give up when nothing comes for so long.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="At most so many.", show_default="the tier's, 256", rich_help_panel=_SAMPLING)
@@ -103,7 +104,7 @@ async def _say_that_nobody_has_begun(tier: str) -> None:
     await asyncio.sleep(_PATIENCE_S)
     typer.echo(
         f"[published {_PATIENCE_S:g} s ago, and no worker has begun it yet: is one running for the lane {tier}? "
-        "Ctrl-C cancels the request]",
+        "(`carousel status`) May replies go to this --reply-prefix (`carousel dlq list`)? Ctrl-C cancels the request]",
         err=True,
     )
 

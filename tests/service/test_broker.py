@@ -101,3 +101,10 @@ def test_stops_a_frozen_broker() -> None:
     os.kill(pid, signal.SIGSTOP)
     broker.stop()
     assert _gone(pid)
+
+
+@pytest.mark.broker
+def test_an_address_of_another_machine_is_refused() -> None:
+    """With a sentence, not with the broker's panic (192.0.2.0/24 is for documentation)."""
+    with pytest.raises(BrokerFailed, match=r"192\.0\.2\.1 is not an address of this machine"):
+        EmbeddedBroker("192.0.2.1:9092").start()

@@ -16,7 +16,7 @@ from service.demo import MIN_REQUESTS, TIERS, Answer, DemoPrompt, demo_answers, 
 ROOT = Path(__file__).parents[2]
 
 STAND_IN = """
-import argparse, asyncio, json, logging, os, sys
+import argparse, asyncio, json, logging, os, signal, sys
 from schemas.connection import KafkaSettings
 from tests.service.responder import Responder
 
@@ -28,12 +28,19 @@ async def answer(reply):
     await reply.tokens(attempt, 0, [ord(c) for c in text])
     await reply.end(attempt, len(text))
 
+async def kill_the_broker(reply):
+    demo = os.getppid()
+    for child in open(f"/proc/{demo}/task/{demo}/children").read().split():
+        if b"tansu" in open(f"/proc/{child}/cmdline", "rb").read():
+            os.kill(int(child), signal.SIGKILL)
+    await asyncio.sleep(60)
+
 async def main(arguments):
     step = {"step": 1, "at": 0.0, "num_running": 1, "num_waiting": 0, "seats_by_lane": {"batch": 1}}
     with open(arguments.step_log, "w") as file:
         file.write(json.dumps(step) + "\\n" + json.dumps({**step, "step": 2, "at": 1.0}) + "\\n")
     async with Responder(KafkaSettings(), arguments.lane_prefix, num_partitions=12).running() as responder:
-        responder.script = answer
+        responder.script = answer if arguments.model != "broker-killer" else kill_the_broker
         print(json.dumps({"event": "model.progress", "doing": "dreaming", "percent": 50}), file=sys.stderr, flush=True)
         print("ready", flush=True)
         await asyncio.sleep(60)
@@ -90,6 +97,15 @@ def test_worker_that_does_not_start(tmp_path: Path) -> None:
     assert "no such model" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(list(tmp_path.glob("carousel-demo-*/worker.log"))) == 1
+
+
+@pytest.mark.broker
+def test_broker_that_dies(tmp_path: Path) -> None:
+    """A broker that dies while answers are awaited ends the demonstration soon, with a sentence."""
+    result = _demo(tmp_path, "--model", "broker-killer")
+    assert result.returncode == 1
+    assert "the embedded broker ended with status -9" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_prompts_are_of_mixed_lengths() -> None:
