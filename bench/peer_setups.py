@@ -140,8 +140,9 @@ def measure(
     }
 
     def on_line(line: str) -> None:
-        if line.startswith("@tokens "):
-            on_tokens(int(line.split()[1]))
+        number = line.removeprefix("@tokens ").strip()
+        if line.startswith("@tokens ") and number.isdigit():  # a peer's own output may come in between
+            on_tokens(int(number))
 
     with tempfile.TemporaryDirectory(prefix="carousel-peer-") as folder:
         given, result = Path(folder, "workload.json"), Path(folder, "result.json")
