@@ -92,14 +92,10 @@ class ReplyStream:
     @property
     def tpot(self) -> float | None:
         """Seconds per token of the first choice after its first, so far."""
-        first_at, last_at, num_tokens = (
-            self._call.feed.first_token_at,
-            self._call.feed.last_token_at,
-            len(self.token_ids),
-        )
-        return (
-            None if first_at is None or last_at is None or num_tokens < 2 else (last_at - first_at) / (num_tokens - 1)
-        )
+        feed, num_tokens = self._call.feed, len(self.token_ids)
+        if feed.first_token_at is None or feed.last_token_at is None or num_tokens < 2:
+            return None
+        return (feed.last_token_at - feed.first_token_at) / (num_tokens - 1)
 
     def __aiter__(self) -> Self:
         return self

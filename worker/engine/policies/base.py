@@ -75,7 +75,6 @@ class PolicyQueue:
         self.config = config
         self._levels: dict[tuple[int, bool], Level] = {}
         self._level_order: list[tuple[int, bool]] = []  # most urgent first
-        self._claims: dict[int, Claim] = {}  # by the level of those who claim
         self._tenants: dict[str, Tenant] = {}
         self._entries: dict[int, Entry] = {}  # by sequence id: all that wait or sit
         self._departed: dict[int, Entry] = {}  # of those, the ones that wait no longer
@@ -119,7 +118,7 @@ class PolicyQueue:
         entry = self._entries[seq.seq_id]
         assert entry.ticket is not None, f"sequence {seq.seq_id} does not wait"
         assert entry.flow is not None, "a ticket without a flow"
-        claim = self._claims.get(entry.flow.level.number)
+        claim = entry.flow.level.own_claim
         entry.claim = claim if claim is not None and claim.num_overdue else None
         self._retire(entry.ticket, entry.flow)
         entry.ticket = None
@@ -254,11 +253,8 @@ class PolicyQueue:
 
     def _claim(self, number: int) -> Claim:
         """The claim of a level's class on the turns of the class above."""
-        claim = self._claims.get(number)
-        if claim is None:
-            own = self._level(number, is_ahead=True), self._level(number, is_ahead=False)
-            claim = self._claims[number] = Claim(*own, at=self._level(number - 1, is_ahead=False))
-        return claim
+        ahead, fresh = self._level(number, is_ahead=True), self._level(number, is_ahead=False)
+        return fresh.own_claim or Claim(ahead, fresh, at=self._level(number - 1, is_ahead=False))
 
     def _retire(self, ticket: Ticket, flow: Flow) -> None:
         ticket.is_live = False
