@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 assert worker.model
 
 _GREEDY = SamplingParams(temperature=0.0)
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _WARM_UP = 3
 _READ_BYTES = 1 << 29  # far above any cache
 _GEMM_SIZE = 2048
@@ -120,7 +120,7 @@ def measure(loaded: Any, machine: Machine, num_rows: int, context: int, num_step
     from worker.model.int8_linear import Int8Linear
     from worker.model.packed_linear import PackedLinear
 
-    runner, decode = _decoding(loaded, num_rows, context, _WARM_UP + num_steps)
+    runner, decode = decoding(loaded, num_rows, context, _WARM_UP + num_steps)
     products, attention, sampling = Stopwatch(), Stopwatch(), Stopwatch()
     restored = [(c, "forward", c.forward) for c in (nn.Linear, PackedLinear, Int8Linear)]
     restored += [(PagedContext, "attend", PagedContext.attend), (runner_module, "sample", runner_module.sample)]
@@ -142,32 +142,56 @@ def measure(loaded: Any, machine: Machine, num_rows: int, context: int, num_step
     return Row(num_rows, step, in_products, in_attention, in_sampling, roof)
 
 
-def _decoding(loaded: Any, num_rows: int, context: int, num_steps: int) -> tuple[Any, Callable[[], StepPlan]]:
-    """A runner whose rows have computed their prompts, and what gives the next decode's plan."""
-    from worker.model.runner import TorchRunner
+def prefilling(loaded: Any, chunk: int, before: int, num_prompts: int) -> tuple[Any, list[StepPlan]]:
+    """A runner, and for each of some prompts the plan of `chunk` tokens after `before`, whose KV is there."""
+    num_blocks = -(-(before + chunk) // BLOCK_SIZE)
+    runner = _runner(loaded, num_prompts * num_blocks, num_prompts, chunk)
+    plans = []
+    for i in range(num_prompts):
+        blocks = tuple(range(i * num_blocks, (i + 1) * num_blocks))
+        part = ScheduledSequence(i, before, chunk, blocks, True)
+        plans.append(StepPlan(i, (), (_sequence(loaded, i, before + chunk),), (part,)))
+    return runner, plans
 
+
+def decoding(loaded: Any, num_rows: int, context: int, num_steps: int) -> tuple[Any, Callable[[], StepPlan]]:
+    """A runner, and what gives the next decode's plan of rows around `context` tokens, in scattered blocks."""
     rng = random.Random(0)
     lens = [rng.randrange(context // 2, context * 3 // 2) for _ in range(num_rows)]
-    num_blocks = [-(-(length + num_steps + 1) // _BLOCK_SIZE) for length in lens]
+    num_blocks = [-(-(length + num_steps) // BLOCK_SIZE) for length in lens]
     free = list(range(sum(num_blocks)))
     rng.shuffle(free)
-    runner = TorchRunner(loaded, len(free), _BLOCK_SIZE, num_rows, 2 * context)
-    for row, length in enumerate(lens):
-        tokens = tuple(rng.randrange(loaded.vocab_size // 2) for _ in range(length))
-        blocks = tuple(free.pop() for _ in range(num_blocks[row]))
-        new, prompt = NewSequence(row, tokens, length, 0, _GREEDY), ScheduledSequence(row, 0, length, blocks, True)
-        runner.execute(StepPlan(row, (), (new,), (prompt,)))
-    step = num_rows - 1
+    runner = _runner(loaded, len(free), num_rows, num_rows)
+    new = tuple(_sequence(loaded, row, length) for row, length in enumerate(lens))
+    blocks = [tuple(free.pop() for _ in range(count)) for count in num_blocks]
+    step = -1
 
     def decode() -> StepPlan:
         nonlocal step
         step += 1
-        scheduled = tuple(ScheduledSequence(row, lens[row], 1, (), True) for row in range(num_rows))
-        for row in range(num_rows):
-            lens[row] += 1
-        return StepPlan(step, (), (), scheduled)
+        is_first = step == 0
+        scheduled = tuple(
+            ScheduledSequence(row, lens[row] - 1 + step, 1, blocks[row] if is_first else (), True)
+            for row in range(num_rows)
+        )
+        return StepPlan(step, (), new if is_first else (), scheduled)
 
     return runner, decode
+
+
+def _runner(loaded: Any, num_blocks: int, num_seqs: int, num_tokens: int) -> Any:
+    """Its KV is zeros: what is read does not change how long it takes, and need not be computed first."""
+    from worker.model.runner import TorchRunner
+
+    runner = TorchRunner(loaded, num_blocks, BLOCK_SIZE, num_seqs, num_tokens)
+    runner.cache.blocks.zero_()
+    return runner
+
+
+def _sequence(loaded: Any, seq_id: int, num_tokens: int) -> NewSequence:
+    rng = random.Random(seq_id)
+    tokens = tuple(rng.randrange(loaded.vocab_size // 2) for _ in range(num_tokens))
+    return NewSequence(seq_id, tokens, num_tokens, 0, _GREEDY)
 
 
 @app.command()

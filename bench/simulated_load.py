@@ -35,7 +35,7 @@ STATIC_SEATS, CONTINUOUS_SEATS = 32, 96
 NUM_REQUESTS = 512
 SHORTEST, MEDIAN, LONGEST, SIGMA = 4, 128, 2048, 1.0  # tokens, of prompts and outputs alike
 RESERVED_SLOTS = STATIC_SEATS * 2 * LONGEST  # static batching never lacks KV
-SCARCE_SLOTS = 24_576  # hardly enough for 96 seats
+SCARCE_SLOTS = 22_528  # hardly enough for 96 seats
 MAX_QUEUED_TOKENS = 500_000  # of the batch tier in the isolation run
 BATCH_INPUT, BATCH_OUTPUT = (500, 2500), (50, 350)  # tokens of its requests, uniform
 _TOKENS_PER_PROMPT_TOKEN = 1 + sum(BATCH_OUTPUT) / sum(BATCH_INPUT)
@@ -151,7 +151,10 @@ def _figures(arrivals: Sequence[Arrival], levels: Levels, profile: Profile, poli
 
 @app.command()
 def simulated_load(
-    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Step times, as of `carousel simulate`.")] = "h200",
+    profile: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Step times of the mixed loads, as of `carousel simulate`.")
+    ] = "a100",
+    isolation_profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Those of the isolation run.")] = "h200",
     seed: Annotated[int, typer.Option(help="Of the lengths.")] = 0,
     trace: Annotated[Path, typer.Option(help="The interactive tier of the isolation run.")] = TRACE,
     requests: Annotated[int, typer.Option(min=0, help="How much of the trace; 0: no isolation run.")] = 5000,
@@ -172,14 +175,14 @@ def simulated_load(
     results: dict[str, Any] = {
         "reserved": compare(lengths, RESERVED_SLOTS, chosen),
         "scarce": compare(lengths, SCARCE_SLOTS, chosen),
-        "equal": compare([(MEDIAN, MEDIAN)] * NUM_REQUESTS, STATIC_SEATS * 2 * MEDIAN, chosen),
+        "equal": compare([(MEDIAN, MEDIAN)] * NUM_REQUESTS, SCARCE_SLOTS, chosen),
     }
     console = Console()
     if not console.is_terminal:
         console.width = _WIDTH
     console.print(_mixed_table(results))
     if requests:
-        scarce = replace(chosen, max_num_seqs=seats, max_num_batched_tokens=budget)
+        scarce = replace(load_profile(isolation_profile), max_num_seqs=seats, max_num_batched_tokens=budget)
         results["isolation"] = isolation(trace, requests, scarce, seed)
         console.print(_isolation_table(results["isolation"]))
     if json_file is not None:
@@ -189,7 +192,7 @@ def simulated_load(
 def _mixed_table(results: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("continuous by static batching", no_wrap=True)
-    headings = ("published", f"pool {RESERVED_SLOTS:,}", f"pool {SCARCE_SLOTS:,}", "equal lengths")
+    headings = ("published", f"pool {RESERVED_SLOTS:,}", f"pool {SCARCE_SLOTS:,}", "equal, the same")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     rows = (

@@ -110,8 +110,8 @@ def profile(key: str, value: str) -> tuple[str, str]:
         (profile("base_s", "0.0"), "base_s and decode_s must not both be 0"),
         (profile("max_model_len", "2e9"), "max_model_len: must be a valid integer, got 2000000000.0"),
         (profile("speed", "1"), "speed: is not known here"),
-        (profile("like", '"tpu"'), "like: must be one of h200, cpu, got 'tpu'"),
-        (profile("like", "[1]"), "like: must be one of h200, cpu, got [1]"),
+        (profile("like", '"tpu"'), "like: must be one of h200, a100, cpu, got 'tpu'"),
+        (profile("like", "[1]"), "like: must be one of h200, a100, cpu, got [1]"),
         (("profile.toml", "="), "profile.toml: "),
     ],
 )
