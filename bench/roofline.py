@@ -154,14 +154,19 @@ def prefilling(loaded: Any, chunk: int, before: int, num_prompts: int) -> tuple[
     return runner, plans
 
 
-def decoding(loaded: Any, num_rows: int, context: int, num_steps: int) -> tuple[Any, Callable[[], StepPlan]]:
-    """A runner, and what gives the next decode's plan of rows around `context` tokens, in scattered blocks."""
+def decoding(
+    loaded: Any, num_rows: int, context: int, num_steps: int, num_spare_blocks: int = 0
+) -> tuple[Any, Callable[[], StepPlan]]:
+    """A runner, and what gives the next decode's plan of rows around `context` tokens, in scattered blocks.
+
+    `num_spare_blocks`: more at the end of the pool, and as many on the host.
+    """
     rng = random.Random(0)
     lens = [rng.randrange(context // 2, context * 3 // 2) for _ in range(num_rows)]
     num_blocks = [-(-(length + num_steps) // BLOCK_SIZE) for length in lens]
     free = list(range(sum(num_blocks)))
     rng.shuffle(free)
-    runner = _runner(loaded, len(free), num_rows, num_rows)
+    runner = _runner(loaded, len(free) + num_spare_blocks, num_rows, num_rows, num_spare_blocks)
     new = tuple(_sequence(loaded, row, length) for row, length in enumerate(lens))
     blocks = [tuple(free.pop() for _ in range(count)) for count in num_blocks]
     step = -1
@@ -179,11 +184,11 @@ def decoding(loaded: Any, num_rows: int, context: int, num_steps: int) -> tuple[
     return runner, decode
 
 
-def _runner(loaded: Any, num_blocks: int, num_seqs: int, num_tokens: int) -> Any:
+def _runner(loaded: Any, num_blocks: int, num_seqs: int, num_tokens: int, num_host_blocks: int = 0) -> Any:
     """Its KV is zeros: what is read does not change how long it takes, and need not be computed first."""
     from worker.model.runner import TorchRunner
 
-    runner = TorchRunner(loaded, num_blocks, BLOCK_SIZE, num_seqs, num_tokens)
+    runner = TorchRunner(loaded, num_blocks, BLOCK_SIZE, num_seqs, num_tokens, num_host_blocks=num_host_blocks)
     runner.cache.blocks.zero_()
     return runner
 

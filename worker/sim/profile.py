@@ -82,9 +82,9 @@ PROFILES = {
             max_num_batched_tokens=8192,
             max_model_len=32_768,
         ),
-        # Llama-2-7B with 4-bit weights and fp16 KV on one A100 of 80 GB, computed from its data sheet, not measured: the
-        # model whose KV the literature counts with, 0.5 MiB a token. 3.5 GB of weights at 85 % of 2.04 TB/s, launches and
-        # the head; 2 x 6.7e9 FLOP a token at half of 312 TFLOP/s; KV at the same bandwidth; a block of 8 MiB at 25 GB/s.
+        # Llama-2-7B with 4-bit weights and fp16 KV on one A100 of 80 GB, computed from data sheets, not measured. It is
+        # the model whose KV the literature counts with: 0.5 MiB a token. 3.9 GB of weights at 85 % of 2.04 TB/s, and
+        # launches; 2 x 6.7e9 FLOP a token at half of 312 TFLOP/s; KV at the weights' rate; a block of 8 MiB at 25 GB/s.
         Profile(
             name="a100",
             base_s=3.5e-3,
