@@ -56,7 +56,7 @@ name = "standard"
 default_priority = 4
 priority_cap = 6
 ttft_ms = 10000.0
-max_queued_tokens = 2000
+max_queued_tokens = 300
 
 [tiers.batch]
 name = "batch"
@@ -120,8 +120,8 @@ class Prometheus:
 
 
 async def load(client: Client, producer: Producer) -> None:
-    """A minute of requests of every kind: long ones that are displaced, urgent ones, a throttled tenant's, bursts beyond
-    a lane's bound, and requests that are wrong, too late, given up or unanswerable."""
+    """A minute of requests of every kind: long ones that are displaced, urgent ones, a throttled tenant's, bursts
+    beyond a lane's bound, and requests that are wrong, too late, given up or unanswerable."""
     end = asyncio.get_running_loop().time() + LOAD_S
     prompts = itertools.count()
 
@@ -142,19 +142,19 @@ async def load(client: Client, producer: Producer) -> None:
             await producer._producer.send_and_wait(f"{LANES}batch", b"\xc1", headers=[("reply_to", b"__no")])
             await asyncio.sleep(5)
 
-    long: dict[str, Any] = {"tier": "batch", "max_tokens": 500, "ignore_eos": True, "tenant": "acme"}
+    long: dict[str, Any] = {"tier": "batch", "max_tokens": 300, "ignore_eos": True, "tenant": "acme"}
     kinds: list[Coroutine[Any, Any, None]] = [giving_up(), burying()]
-    kinds += [again(0.1, **long) for _ in range(12)]
-    kinds += [again(0.7, tier="interactive", max_tokens=20, tenant="globex") for _ in range(4)]
+    kinds += [again(0.1, **long) for _ in range(8)]
+    kinds += [again(0.7, tier="interactive", max_tokens=20, tenant="globex") for _ in range(3)]
     kinds += [again(0.2, tier="standard", max_tokens=60, tenant="slow") for _ in range(3)]
-    kinds += [again(5, tier="standard", max_tokens=40, n=2, stop=["a"], stream=False) for _ in range(80)]  # a burst
+    kinds += [again(5, tier="standard", max_tokens=20, n=2, stop=["a"], stream=False) for _ in range(20)]  # a burst
     kinds += [again(2, tier="standard", max_tokens=10**6), again(2, tier="batch", max_tokens=300, deadline=0.05)]
     await asyncio.gather(*kinds)
 
 
 @pytest.mark.kafka
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 async def test_every_panel_has_data_and_every_token_is_counted(
     kafka: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -168,6 +168,7 @@ async def test_every_panel_has_data_and_every_token_is_counted(
     settings = tmp_path / "worker.toml"
     settings.write_text(SETTINGS)
     arguments = ("--config", str(settings), "--lane-prefix", LANES, "--metrics-port", "0", "--max-num-seqs", "4")
+    arguments += ("--session-timeout-ms", "45000")  # a busy machine is to be no dead worker
     async with producing(kafka.bootstrap, LANES, partitions=4) as producer:
         workers = [
             WorkerProcess(kafka.bootstrap, tmp_path / f"{mode}.log", *arguments, "--preemption", mode)
@@ -214,7 +215,7 @@ async def check_counters(prometheus: Prometheus, records: list[dict[str, Any]]) 
         for kind, field in (("input", "prompt_tokens"), ("output", "completion_tokens"), ("cached", "cached_tokens")):
             by_tier[record["lane"], kind] += record[field]
             by_tenant[record["tenant"], kind] += record[field]
-    assert len({tuple(record["input"][:3]) for record in records}) == len(records) > 200
+    assert len({tuple(record["input"][:3]) for record in records}) == len(records) > 100
     assert set(by_tenant) >= {(tenant, "output") for tenant in ("acme", "globex", "slow")}
     assert await prometheus.counted("sum by (tier, type) (llm_tokens_total)", "tier", "type") == +by_tier
     counted = await prometheus.counted("sum by (tenant, type) (llm_tenant_tokens_total)", "tenant", "type")
