@@ -19,6 +19,7 @@ from rich.table import Table
 
 import worker.model  # before torch: it makes settings of OpenMP
 from bench.machine import OtherLoad, machine_facts
+from schemas.command_help import Command
 from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 
 app = typer.Typer(add_completion=False)
@@ -170,7 +171,7 @@ def _decoding(loaded: Any, num_rows: int, context: int, num_steps: int) -> tuple
     return runner, decode
 
 
-@app.command()
+@app.command(cls=Command)
 def roofline(
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

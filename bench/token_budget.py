@@ -19,6 +19,7 @@ from bench.machine import OtherLoad, machine_facts
 from bench.measure import percentile
 from bench.through_kafka import serving
 from bench.workload import BenchRequest, Workload
+from schemas.command_help import Command
 from schemas.records import Tokens
 from service.client import Client
 from worker.sim.picture import TOPS, Curve, document, panel
@@ -146,7 +147,7 @@ def picture(rows: Sequence[Figures], title: str) -> str:
     )
 
 
-@app.command()
+@app.command(cls=Command)
 def token_budget(
     model: Annotated[str, typer.Option(help="tiny, smollm2, or a folder.")] = "smollm2",
     budgets: Annotated[str, typer.Option(help="Values of max_num_batched_tokens, with commas.")] = BUDGETS,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from schemas.command_help import Command
 from schemas.connection import KafkaConnection
 from schemas.dead_letters import DEAD_LETTER_HEADERS
 from schemas.topics import DEFAULT_LANE_PREFIX
@@ -63,7 +64,7 @@ def list_(
     run(main())
 
 
-@app.command()
+@app.command(cls=Command)
 @with_connection
 def show(
     connection: KafkaConnection,
