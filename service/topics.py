@@ -59,7 +59,8 @@ async def create_topics(
 ) -> CreatedTopics:
     """Creates what is missing, in one call; what exists is left as it is, its partitions too.
 
-    `replication_factor` None is the broker's default. Raises as `topic_plan`, NotAuthorized, TopicsFailed and BrokerUnavailable.
+    `replication_factor` None is the broker's default. Raises ValueError as `topic_plan`, NotAuthorized, TopicsFailed
+    and BrokerUnavailable.
     """
     plan = topic_plan(
         lanes=lanes, lane_prefix=lane_prefix, partitions=partitions, replication_factor=replication_factor

@@ -79,8 +79,8 @@ class KafkaConnections:
             await self.admin.close()
             cause = str(e) or "it does not answer"
             raise KafkaUnavailable(
-                f"cannot reach Kafka at {self._bootstrap}: {cause}. Is a broker running there (`carousel broker` starts "
-                "one for first steps), and do the security settings fit it?"
+                f"cannot reach Kafka at {self._bootstrap}: {cause}. Is a broker running there (`carousel broker` "
+                "starts one for first steps), and do the security settings fit it?"
             ) from e
         await self._warn_of_auto_creation()
         return self
