@@ -146,7 +146,7 @@ async def load(client: Client, producer: Producer) -> None:
     kinds: list[Coroutine[Any, Any, None]] = [giving_up(), burying()]
     kinds += [again(0.1, **long) for _ in range(8)]
     kinds += [again(0.7, tier="interactive", max_tokens=20, tenant="globex") for _ in range(3)]
-    kinds += [again(0.2, tier="standard", max_tokens=30, tenant="slow") for _ in range(3)]
+    kinds += [again(0.2, tier="batch", max_tokens=30, tenant="slow") for _ in range(3)]
     kinds += [again(5, tier="standard", max_tokens=20, n=2, stop=["a"], stream=False) for _ in range(20)]  # a burst
     kinds += [again(2, tier="standard", model="nobody"), again(2, tier="batch", max_tokens=300, deadline=0.05)]
     await asyncio.gather(*kinds)
