@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @with_connection
 def list_(
     connection: KafkaConnection,
@@ -98,7 +98,7 @@ def show(
     run(main())
 
 
-@app.command("redrive")
+@app.command("redrive", cls=Command)
 @with_connection
 def redrive_(
     connection: KafkaConnection,

@@ -1,8 +1,11 @@
 """What the documents tell to type, typed: Python snippets and commands against a broker and a worker."""
 
 import asyncio
+import contextlib
 import os
+import pty
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -23,7 +26,13 @@ from tests.e2e.workers import WorkerProcess
 from tests.test_docs import DOCUMENTS, blocks, carousel_commands, command_lines
 
 COMMANDS = ("submit", "status", "cancel", "topics", "dlq", "reap")  # those that end by themselves
-STAYING = ("broker", "worker", "top", "console")  # until Ctrl-C
+# Until Ctrl-C: what they show when they have begun, and their exit status.
+STAYING = {
+    "broker": (b"ready", 0),
+    "worker": (b"ready", 0),
+    "top": (b"serves tiny: ready", 130),
+    "console": (b"http://", 130),
+}
 DEAD_LETTER = "0:17"  # in the examples
 ADDRESSES = ("127.0.0.1:9092", "localhost:9092", "kafka-1:9092")
 
@@ -108,22 +117,24 @@ def test_what_stays_until_ctrl_c(tmp_path: Path):
 
 
 def stays(words: list[str], bootstrap: str, url: str) -> None:
+    """On a terminal, for `carousel top` draws."""
     environment = os.environ | {"CAROUSEL_BOOTSTRAP": bootstrap, "CAROUSEL_WORKER_URL": url, "PYTHONPATH": str(ROOT)}
-    expected = {"broker": ("ready", 0), "worker": ("ready", 0), "top": ("", 130), "console": ("http://", 130)}
-    begins, status = expected[words[0]]
+    environment |= {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
+    begins, status = STAYING[words[0]]
+    terminal, its_side = pty.openpty()
     command = [sys.executable, "-m", "service", *words]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        if begins:
-            line = process.stdout.readline().decode()
-            assert line.startswith(begins), f"{words}: {line}{process.stderr.read().decode() if not line else ''}"
-        else:
-            time.sleep(5)  # it draws where it ends, for there is no terminal
+    with subprocess.Popen(command, env=environment, stdout=its_side, stderr=subprocess.DEVNULL) as process:
+        os.close(its_side)
+        shown = b""
+        while begins not in shown:
+            assert select.select([terminal], [], [], 120)[0], f"{words}: {shown!r}"
+            shown += os.read(terminal, 1 << 16)
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=120)
-        assert process.returncode == status, errors.decode()
-        assert begins or b"serves tiny: ready" in printed
+        with contextlib.suppress(OSError):  # the other side is closed
+            while os.read(terminal, 1 << 16):
+                pass
+        assert process.wait(120) == status, words
+    os.close(terminal)
 
 
 def test_what_the_simulator_is_told(tmp_path: Path):
