@@ -21,6 +21,7 @@ from rich.table import Table
 from bench import engine
 from bench.machine import ROOT, OtherLoad, machine_facts
 from bench.workload import MIXED_64, Workload, load_trace
+from schemas.command_help import Command
 
 app = typer.Typer(add_completion=False)
 
@@ -76,7 +77,7 @@ def _group_of_python(file: str) -> str:
     return "transformers' Python" if "/transformers/" in file else "other Python: torch, asyncio"
 
 
-@app.command()
+@app.command(cls=Command)
 def busy_minute(
     seconds: Annotated[int, typer.Option(min=1, help="How long to watch.")] = 60,
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",

@@ -5,7 +5,8 @@
 A real engine (the tiny model, torch) serves requests that come and go, so that all seats are taken; the page is served
 from its thread, and the viewers read its events from a process of their own. The CPU seconds are those of the whole
 worker process. The goal: at most 1 % more with three viewers. The difference of two runs is noisy on a busy machine, so
-that the part is also shown which the page's thread and the taking of snapshots had of all CPU seconds (Linux).
+that the part is also shown which the page's thread and the taking of snapshots had of all CPU seconds, and what one
+snapshot costs with all its viewers (Linux): that times four a second is the page's share of a core, whoever else runs.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from bench.machine import OtherLoad
-from schemas.snapshot import Snapshot
+from schemas.snapshot import PERIOD_S, Snapshot
 from worker import model as _model  # noqa: F401  before worker.start: it makes settings for torch
 from worker.app import MonotonicClock
 from worker.config import WorkerConfig
@@ -149,19 +150,23 @@ async def measure(arguments: argparse.Namespace) -> None:
         log_level="warning",
     )
     bench, other = Bench(config), OtherLoad()
-    ratios, parts = [], []
+    ratios, parts, page, taken = [], [], 0.0, 0
     async with bench.running() as port:
         await bench.cpu_per_step(arguments.seconds)  # warm-up
         for _ in range(arguments.repeats):
             alone, _ = await bench.cpu_per_step(arguments.seconds)
             async with viewers(bench.feed, port, arguments.viewers):
+                page, taken = page - bench.page_seconds, taken - bench.snapshots.num_taken
                 watched, part = await bench.cpu_per_step(arguments.seconds)
+                page, taken = page + bench.page_seconds, taken + bench.snapshots.num_taken
             ratios.append(watched / alone - 1)
             parts.append(part)
             print(f"alone {alone * 1e3:.3f} ms, watched {watched * 1e3:.3f} ms: {ratios[-1]:+.2%}; page {part:.2%}")
     more, part = statistics.median(ratios), statistics.median(parts)
     print(f"{arguments.viewers} viewers: {more:+.2%} CPU seconds a step (median of {len(ratios)}); goal: at most +1 %")
+    each = page / taken
     print(f"the page's part of all CPU seconds: {part:.2%}")
+    print(f"a snapshot, with all its viewers: {each * 1e3:.2f} ms of CPU; at most {each / PERIOD_S:.2%} of a core")
     print(f"{bench.num_steps} steps; other programs used {other.cores():.2f} cores")
 
 

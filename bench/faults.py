@@ -17,6 +17,7 @@ from rich.table import Table
 from bench.beside import Missing, checks_folder, kafka_cluster
 from bench.campaign import Campaign, Fault, Plan, Report
 from bench.judge import Verdict
+from schemas.command_help import Command
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 _ALL = ",".join(fault.name.lower() for fault in Fault)
@@ -29,7 +30,7 @@ def _faults(names: str) -> tuple[Fault, ...]:
         raise typer.BadParameter(f"{error}; there are {_ALL}") from None
 
 
-@app.command()
+@app.command(cls=Command)
 def faults(
     seed: Annotated[int, typer.Option(help="Decides requests and faults.")] = 1,
     num_faults: Annotated[int, typer.Option("--faults", min=0, help="How many strike.")] = 100,

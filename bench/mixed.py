@@ -17,6 +17,7 @@ from bench.contenders import Contender
 from bench.machine import OtherLoad, machine_facts
 from bench.report import agreement_line, figures_table
 from bench.workload import MIXED_64, Workload, load_trace
+from schemas.command_help import Command
 
 _ALL = ",".join(contender.value for contender in Contender)
 _WIDTH = 140  # of the table where the output is no terminal
@@ -30,7 +31,7 @@ def _contenders(names: str) -> list[Contender]:
         raise typer.BadParameter(f"{error}; there are {_ALL}") from None
 
 
-@app.command()
+@app.command(cls=Command)
 def mixed(
     trace: Annotated[
         Path, typer.Option(exists=True, dir_okay=False, help="The load.", show_default="mixed_64.json")

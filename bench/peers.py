@@ -20,6 +20,7 @@ from bench.measure import Run
 from bench.peer_results import OURS, Contestant, Measurement, OtherSettings, Results, Standing, busy_line
 from bench.peer_setups import PEERS, Peer, Unavailable, install, is_installed, measure, run_logged
 from bench.workload import MIXED_64, BenchRequest, Workload, equal_lengths, load_trace
+from schemas.command_help import Command
 from worker.config import WorkerConfig
 
 _NAMES = [contender.value for contender in Contender] + list(PEERS)
@@ -60,7 +61,7 @@ def _entry(text: str) -> _Entry:
     return _Entry(contestant, contender, options)
 
 
-@app.command()
+@app.command(cls=Command)
 def peers(
     json_file: Annotated[
         Path, typer.Option("--json", metavar="FILE", help="The measurements; taken up if it is there.")

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import worker.model  # before torch: it makes settings of OpenMP
 from bench.machine import OtherLoad, machine_facts
+from schemas.command_help import Command
 from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan
 
 app = typer.Typer(add_completion=False)
@@ -199,7 +200,7 @@ def _sequence(loaded: Any, seq_id: int, num_tokens: int) -> NewSequence:
     return NewSequence(seq_id, tokens, num_tokens, 0, _GREEDY)
 
 
-@app.command()
+@app.command(cls=Command)
 def roofline(
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",

@@ -19,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from schemas.command_help import Command
 from worker.engine.admission import TierLimits
 from worker.engine.tiers import TierPolicy
 from worker.sim.levels import BUILT_IN, Levels
@@ -149,7 +150,7 @@ def _figures(arrivals: Sequence[Arrival], levels: Levels, profile: Profile, poli
     return figures
 
 
-@app.command()
+@app.command(cls=Command)
 def simulated_load(
     profile: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="Step times of the mixed loads, as of `carousel simulate`.")

@@ -23,6 +23,7 @@ from bench.fleet import Fleet
 from bench.machine import machine_facts
 from bench.measure import percentile
 from bench.traffic import LANES
+from schemas.command_help import Command
 from schemas.connection import KafkaConnection
 from service.client import Client
 from service.topics import create_topics
@@ -76,7 +77,7 @@ class Steady:
         }
 
 
-@app.command()
+@app.command(cls=Command)
 def steady(
     requests: Annotated[int, typer.Option(min=100, help=f"Each of {MAX_TOKENS} tokens.")] = 10_000,
     in_flight: Annotated[int, typer.Option(min=1, help="Open at once, on three lanes.")] = 64,

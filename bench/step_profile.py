@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import engine
 from bench.workload import MIXED_64, Workload, load_trace
+from schemas.command_help import Command
 from worker.engine.outputs import StepOutcome, StepPlan
 from worker.engine.protocols import Runner
 
@@ -72,7 +73,7 @@ class StepProfile:
         return seconds
 
 
-@app.command()
+@app.command(cls=Command)
 def step_profile(
     requests: Annotated[int, typer.Option(min=1, help="The first so many of mixed_64.json.")] = 32,
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",

@@ -21,6 +21,7 @@ from rich.table import Table
 import worker.model  # before torch: it makes settings of OpenMP
 from bench.machine import OtherLoad, machine_facts
 from bench.roofline import BLOCK_SIZE, decoding, prefilling
+from schemas.command_help import Command
 from worker.sim.profile import Profile
 
 app = typer.Typer(add_completion=False)
@@ -88,7 +89,7 @@ def measure_swap(loaded: Any) -> float:
     return max(runner.measure_copies())
 
 
-@app.command()
+@app.command(cls=Command)
 def step_times(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE.toml]", help="Where the profile is written.")] = None,
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",

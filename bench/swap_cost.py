@@ -19,6 +19,7 @@ from rich.table import Table
 import worker.model  # before torch: it makes settings of OpenMP
 from bench.machine import OtherLoad, machine_facts
 from bench.roofline import BLOCK_SIZE, decoding
+from schemas.command_help import Command
 from worker.engine.outputs import BlockCopy, StepPlan
 
 app = typer.Typer(add_completion=False)
@@ -76,7 +77,7 @@ def step_ratio(loaded: Any, num_rows: int, context: int, num_blocks: int, num_st
     return {"blocks": num_blocks, "ms_without": without * 1e3, "ms_with": during * 1e3, "ratio": during / without}
 
 
-@app.command()
+@app.command(cls=Command)
 def swap_cost(
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny`, a folder or a name on the hub.")] = "smollm2",
     blocks: Annotated[int, typer.Option(min=1, help="Moved out and back with the engine idle.")] = 256,

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from statistics import median
 from time import process_time
@@ -135,6 +136,8 @@ def compare(bench: Bench, num_rounds: int, num_requests: int, num_tokens: int) -
             per_step[variant].append(1000 * seconds / num_steps)
         for variant in VARIANTS:
             more[variant].append(100 * (per_step[variant][-1] / per_step["off"][-1] - 1))
+        shown = ", ".join(f"{variant} {values[-1]:+.2f} %" for variant, values in more.items())
+        print(f"round {number + 1} of {num_rounds}: {shown}", file=sys.stderr, flush=True)
     return {
         "model": bench.config.model,
         "rounds": num_rounds,

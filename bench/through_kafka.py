@@ -25,6 +25,16 @@ def run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
 
 
 async def _run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
+    async with serving(workload) as (client, step_log):
+        num_warm_up_steps = _num_lines(step_log)
+        answers = await asyncio.gather(*(_ask(client, request, on_tokens) for request in workload.requests))
+        num_steps = _num_lines(step_log) - num_warm_up_steps
+    return Run(tuple(answers), num_steps * workload.max_num_seqs, kv_use=None)
+
+
+@contextlib.asynccontextmanager
+async def serving(workload: Workload) -> AsyncIterator[tuple[Client, Path]]:
+    """A worker that has answered once, as (client, step log), with reply topics for all requests of the workload."""
     with tempfile.TemporaryDirectory(prefix="carousel-bench-") as folder:
         step_log = Path(folder, "steps.jsonl")
         async with contextlib.AsyncExitStack() as stack:
@@ -48,10 +58,7 @@ async def _run(workload: Workload, on_tokens: Callable[[int], None]) -> Run:
             client = Client(connection=connection, lane_prefix=lane_prefix, reply_topics=len(workload.requests))
             await stack.enter_async_context(client)
             await _ask(client, WARM_UP, lambda _: None)
-            num_warm_up_steps = _num_lines(step_log)
-            answers = await asyncio.gather(*(_ask(client, request, on_tokens) for request in workload.requests))
-            num_steps = _num_lines(step_log) - num_warm_up_steps
-    return Run(tuple(answers), num_steps * workload.max_num_seqs, kv_use=None)
+            yield client, step_log
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
 ENV_PREFIX = "CAROUSEL_"
+CONNECT_S = 15.0  # for a first answer: whoever takes connections and says nothing would be waited for far longer
 
 
 class KafkaConnection(BaseModel):

@@ -1,6 +1,6 @@
 """What can be wrong with a record, by who has to hear of it. Standard library only."""
 
-from schemas.reasons import ErrorCode
+from schemas.reasons import DeadLetterReason, ErrorCode
 
 
 class RequestError(Exception):
@@ -23,10 +23,10 @@ class DecodeError(RequestError):
 class Unanswerable(Exception):
     """The request names no usable reply log, so only the dead-letter queue hears of it.
 
-    reason: one of the short words of `schemas.headers`, for `dlq_reason` and metrics; message: a sentence.
+    message: a sentence.
     """
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: DeadLetterReason, message: str) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message

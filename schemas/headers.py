@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from schemas.codec import ContentType
 from schemas.errors import RequestError, Unanswerable
-from schemas.reasons import ErrorCode
+from schemas.reasons import DeadLetterReason, ErrorCode
 from schemas.records import InputRef
 from schemas.topics import (
     DEFAULT_REPLY_PREFIX,
@@ -80,7 +80,9 @@ def read_reply_address(
     if correlation_id is None:
         correlation_id = f"{source.topic}-{source.partition}-{source.offset}".encode()
     elif not 1 <= len(correlation_id) <= MAX_CORRELATION_ID_BYTES:
-        raise Unanswerable("correlation_id_invalid", f"correlation_id must have 1 to {MAX_CORRELATION_ID_BYTES} bytes")
+        raise Unanswerable(
+            DeadLetterReason.CORRELATION_ID_INVALID, f"correlation_id must have 1 to {MAX_CORRELATION_ID_BYTES} bytes"
+        )
     topic = _read_reply_topic(last, reply_prefixes, forbidden, default_reply_topic)
     partition = _read_partition(last)
     return ReplyAddress(
@@ -215,15 +217,19 @@ def _read_reply_topic(
     named = _first(last, REPLY_TO_NAMES)
     if named is None:
         if default is None:
-            raise Unanswerable("reply_to_missing", "the header reply_to is missing, and no default is configured")
+            raise Unanswerable(
+                DeadLetterReason.REPLY_TO_MISSING, "the header reply_to is missing, and no default is configured"
+            )
         return default
     topic = _text(named)
     if topic is None or not is_valid_topic(topic):
-        raise Unanswerable("reply_to_invalid", "reply_to is not a topic name")
+        raise Unanswerable(DeadLetterReason.REPLY_TO_INVALID, "reply_to is not a topic name")
     if topic.startswith("__") or topic in forbidden:
-        raise Unanswerable("reply_to_forbidden", f"reply_to may not name {topic}")
+        raise Unanswerable(DeadLetterReason.REPLY_TO_FORBIDDEN, f"reply_to may not name {topic}")
     if topic != default and not topic.startswith(tuple(reply_prefixes)):
-        raise Unanswerable("reply_to_forbidden", f"reply_to must start with {' or '.join(reply_prefixes)}")
+        raise Unanswerable(
+            DeadLetterReason.REPLY_TO_FORBIDDEN, f"reply_to must start with {' or '.join(reply_prefixes)}"
+        )
     return topic
 
 
@@ -235,7 +241,7 @@ def _read_partition(last: dict[str, bytes]) -> int | None:
     is_text = _INTEGER.fullmatch(raw) is not None
     partition = int(raw) if is_text else int.from_bytes(raw)
     if not (is_text or len(raw) == 4) or partition >= 2**31:
-        raise Unanswerable("reply_partition_invalid", "reply_partition must be a partition number")
+        raise Unanswerable(DeadLetterReason.REPLY_PARTITION_INVALID, "reply_partition must be a partition number")
     return partition
 
 

@@ -24,3 +24,16 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     DEADLINE_UNREACHABLE = "deadline_unreachable"
     INTERNAL = "internal"
+
+
+class DeadLetterReason(StrEnum):
+    """Why a record is on the DLQ (protocol.md 7, `dlq_reason`)."""
+
+    CORRELATION_ID_INVALID = "correlation_id_invalid"
+    REPLY_TO_MISSING = "reply_to_missing"
+    REPLY_TO_INVALID = "reply_to_invalid"
+    REPLY_TO_FORBIDDEN = "reply_to_forbidden"
+    REPLY_PARTITION_INVALID = "reply_partition_invalid"
+    NO_REPLY_TOPIC = "no_reply_topic"
+    INVALID_REQUEST = "invalid_request"  # its value cannot be decoded
+    INTERNAL = "internal"

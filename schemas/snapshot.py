@@ -1,16 +1,25 @@
-"""What a worker shows of itself, several times a second, on its metrics port: read by the live page and `carousel top`.
+"""What a worker shows of itself, several times a second, on its metrics port: read by `carousel console` and `top`.
 
 Everything of one moment is in one snapshot, so a reader that comes late or misses some is never wrong. Prompts and
 answers are not in it. As JSON, the named tuples are lists in the order of their fields; `columns` repeats those names.
 """
 
+import http.client
 import json
+import urllib.error
+import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
 VERSION = 1
 PERIOD_S = 0.25  # at most one snapshot in this time is made, however many look on
 BLOCK_STATES = ("free", "active", "cached", "draining")  # a block's character in `Pool.blocks` is the index here
+_FETCH_S = 3.0
+_MAX_BYTES = 16 * 2**20
+
+
+class NoSnapshot(Exception):
+    """There is none now; the message is a sentence that says why."""
 
 
 class Seat(NamedTuple):
@@ -144,3 +153,18 @@ _ROWS: dict[str, Any] = {
     "preempted": Preempted,
 }
 COLUMNS: dict[str, tuple[str, ...]] = {name: kind._fields for name, kind in _ROWS.items()}
+
+
+def fetch_snapshot(url: str) -> bytes:
+    """The encoded snapshot of the worker (or console) whose metrics port is at `url`, over HTTP. Raises NoSnapshot."""
+    try:
+        with urllib.request.urlopen(f"{url}/snapshot", timeout=_FETCH_S) as response:  # noqa: S310 http(s) only
+            return bytes(response.read(_MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        with error:
+            words = error.read(1000).decode(errors="replace")
+        raise NoSnapshot(words if error.code == 503 else f"{url} is no worker's metrics port: {error}") from None
+    except http.client.HTTPException as error:
+        raise NoSnapshot(f"what answers at {url} is no HTTP: {error}") from None
+    except OSError as error:
+        raise NoSnapshot(f"no worker answers at {url}: {error}") from None

@@ -34,6 +34,12 @@ def is_valid_topic(name: str) -> bool:
     return _TOPIC.fullmatch(name) is not None and name not in (".", "..")
 
 
+def check_tier_name(name: str) -> None:
+    """Raises ValueError for what cannot name a tier and its lane."""
+    if not is_valid_topic(name) or name in _RESERVED_LANES:
+        raise ValueError(f"{name!r} cannot name a tier: it ends a topic's name; {_RESERVED_LANES} are taken")
+
+
 def lane_topic(lane: str, prefix: str = DEFAULT_LANE_PREFIX) -> str:
     return f"{prefix}{lane}"
 
@@ -76,8 +82,7 @@ class Tier:
     max_quota_delay_ms: float = 60_000.0  # how long a request without a deadline may wait for its tenant's quota
 
     def __post_init__(self) -> None:
-        if not is_valid_topic(self.name) or self.name in _RESERVED_LANES:
-            raise ValueError(f"{self.name!r} cannot name a tier: it ends a topic's name; {_RESERVED_LANES} are taken")
+        check_tier_name(self.name)
         if not MIN_PRIORITY <= self.default_priority <= self.priority_cap <= MAX_PRIORITY:
             raise ValueError(f"tier {self.name!r} needs 0 <= default_priority <= priority_cap <= 9")
         if self.flush_ms < 0 or self.default_max_tokens < 1:

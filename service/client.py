@@ -6,14 +6,17 @@ async with Client("localhost:9092") as client:
     completion = await client.complete(messages=[{"role": "user", "content": "Why is the sky blue?"}])
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from schemas.codec import ContentType, encode_map
 from schemas.connection import KafkaConnection, KafkaSettings
+from schemas.errors import RequestError
 from schemas.headers import read_request_headers, write_request_headers
+from schemas.reasons import ErrorCode
 from schemas.request import parse_request, to_fields
-from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX, lane_topic
+from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX, check_tier_name, lane_topic
 from service.errors import StreamClosed
 from service.exchange import Call, Exchange
 from service.stream import Completion, ReplyStream
@@ -94,6 +97,7 @@ class Client:
         """
         if self._exchange is None:
             raise StreamClosed("the client is not open: use `async with Client(...) as client`")
+        _check(tier, {"deadline": deadline, "timeout": timeout})
         sources = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
         request = parse_request({name: value for name, value in sources.items() if value is not None} | fields)
         call = Call(
@@ -121,3 +125,14 @@ class Client:
         """
         async with self.stream(**request) as stream:
             return await stream.completion()
+
+
+def _check(tier: str, seconds: Mapping[str, float | None]) -> None:
+    """Raises RequestError for what no service could be asked."""
+    try:
+        check_tier_name(tier)
+    except ValueError as error:
+        raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from None
+    for name, value in seconds.items():
+        if value is not None and not math.isfinite(value):
+            raise RequestError(ErrorCode.INVALID_REQUEST, f"{name} must be a number of seconds, not {value}")

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 import structlog
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError, TopicAuthorizationFailedError
 
 from schemas.codec import DEFAULT_LIMITS, ContentType
 from schemas.connection import KafkaConnection
+from schemas.errors import RequestError
 from schemas.headers import write_request_headers
+from schemas.reasons import ErrorCode
 from schemas.topics import control_topic, reply_topic
 from service.cancels import CancelPublisher
 from service.errors import LaneMissing, NotAuthorized, PublishFailed, StreamClosed
@@ -119,7 +121,8 @@ class Exchange:
     async def open(self, call: Call) -> None:
         """Publishes the request, its reply topic being read already. Whatever happens, the caller leaves it later.
 
-        Raises LaneMissing, NotAuthorized, TopicsFailed, BrokerUnavailable, PublishFailed, StreamBroken, StreamClosed.
+        Raises LaneMissing, NotAuthorized, TopicsFailed, BrokerUnavailable, PublishFailed, StreamBroken, StreamClosed,
+        and RequestError for a record that is too large.
         """
         if self._closed:
             raise StreamClosed("the client has been closed")
@@ -145,6 +148,9 @@ class Exchange:
             call.trace.receive(self._reply_template, call.correlation_id)
         except TopicAuthorizationFailedError as error:
             raise NotAuthorized(f"this user may not write to {call.lane}") from error
+        except MessageSizeTooLargeError as error:
+            size = f"the request has {len(call.value):,} bytes, more than {call.lane} takes (its max.message.bytes)"
+            raise RequestError(ErrorCode.INVALID_REQUEST, size) from error
         except KafkaError as error:
             if call.left:
                 raise StreamClosed("the client has been closed") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import structlog
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import (
     ClusterAuthorizationFailedError,
@@ -24,6 +24,7 @@ from aiokafka.errors import (
     for_code,
 )
 
+from schemas import connection as settings
 from schemas.connection import KafkaConnection
 from service.errors import BrokerUnavailable, NotAuthorized, TopicsFailed
 
@@ -38,8 +39,15 @@ _NOT_AUTHORIZED = "not authorised"
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.02, 1.0
 
 
+async def connect(client: AIOKafkaAdminClient | AIOKafkaConsumer | AIOKafkaProducer, bootstrap: str) -> None:
+    """Starts a client. Raises BrokerUnavailable with the cause, also when nothing has answered after CONNECT_S."""
+    with _explained(bootstrap):
+        async with asyncio.timeout(settings.CONNECT_S):
+            await client.start()
+
+
 @contextlib.contextmanager
-def explained(bootstrap: str) -> Iterator[None]:
+def _explained(bootstrap: str) -> Iterator[None]:
     """Turns a failed connection into BrokerUnavailable with its cause.
 
     A refused port, a wrong password and an untrusted certificate raise one error in aiokafka; only its log differs.
@@ -74,8 +82,7 @@ async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafk
     for idempotent in (True, False):
         producer = AIOKafkaProducer(acks="all", enable_idempotence=idempotent, **options)
         try:
-            with explained(connection.bootstrap):
-                await producer.start()
+            await connect(producer, connection.bootstrap)
         except ClusterAuthorizationFailedError as error:  # who may write to one topic may also be idempotent
             await producer.stop()
             raise NotAuthorized(f"this user may write to no topic at {connection.bootstrap}") from error
@@ -133,8 +140,7 @@ class TopicAdmin:
         # An admin client of 0.14 refreshes the metadata of all topics; what we ask for refreshes itself on errors.
         self._client = AIOKafkaAdminClient(**self._options, retry_backoff_ms=20, metadata_max_age_ms=_HOUR_MS)
         try:
-            with explained(self._bootstrap):
-                await self._client.start()
+            await connect(self._client, self._bootstrap)
         except BaseException:
             await self.close()
             raise

@@ -19,7 +19,7 @@ from schemas.errors import ProtocolError
 from schemas.records import ReplyRecord, Tokens, decode_reply
 from schemas.reply_log import ReplyLog
 from service.errors import ReplyTopicDeleted, ServiceError, StreamBroken
-from service.kafka import explained
+from service.kafka import connect
 
 log = structlog.get_logger(__name__)
 
@@ -122,8 +122,7 @@ class ReplyReader:
             fetch_max_wait_ms=_FETCH_MAX_WAIT_MS,
         )
         try:
-            with explained(self._connection.bootstrap):
-                await self._consumer.start()
+            await connect(self._consumer, self._connection.bootstrap)
         except BaseException:
             await self._consumer.stop()
             raise

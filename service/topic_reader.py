@@ -24,7 +24,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
 from service.errors import BrokerUnavailable, NotAuthorized
-from service.kafka import explained
+from service.kafka import connect
 
 _POLL_MS = 200
 _SILENCE_S = 5.0  # a topic that is deleted while it is read says nothing more
@@ -61,9 +61,8 @@ class TopicReader:
 
     async def __aenter__(self) -> Self:
         try:
-            with explained(self._bootstrap):
-                await self._admin.start()
-                await self._consumer.start()
+            await connect(self._admin, self._bootstrap)
+            await connect(self._consumer, self._bootstrap)
         except BaseException:
             await self._close()
             raise

@@ -9,6 +9,7 @@ from schemas.topics import (
     DEFAULT_LANE_PREFIX,
     LANES,
     USAGE_TOPIC,
+    check_tier_name,
     control_topic,
     dlq_topic,
     lane_topic,
@@ -33,7 +34,12 @@ def topic_plan(
     partitions: int = 12,
     replication_factor: int | None = None,
 ) -> tuple[TopicSpec, ...]:
-    """The topics of one set of lanes. `partitions` is for the lanes: the most workers that can share one."""
+    """The topics of one set of lanes. `partitions` is for the lanes: the most workers that can share one.
+
+    Raises ValueError for a lane that no tier can have.
+    """
+    for lane in lanes:
+        check_tier_name(lane)
     control = {"retention.ms": str(max(_DAY_MS, CANCEL_TTL_MS)), "cleanup.policy": "delete"}
     return (
         *(TopicSpec(lane_topic(lane, lane_prefix), partitions, replication_factor) for lane in lanes),
@@ -53,7 +59,8 @@ async def create_topics(
 ) -> CreatedTopics:
     """Creates what is missing, in one call; what exists is left as it is, its partitions too.
 
-    `replication_factor` None is the broker's default. Raises NotAuthorized, TopicsFailed and BrokerUnavailable.
+    `replication_factor` None is the broker's default. Raises ValueError as `topic_plan`, NotAuthorized, TopicsFailed
+    and BrokerUnavailable.
     """
     plan = topic_plan(
         lanes=lanes, lane_prefix=lane_prefix, partitions=partitions, replication_factor=replication_factor

@@ -12,13 +12,17 @@ import typer
 from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from schemas.command_help import Command
 from schemas.connection import ENV_PREFIX, KafkaConnection
 from worker.config import WorkerConfig
 from worker.supervised import SupervisorLink
 
 PANELS = {
-    "Model": ("model", "dtype", "num_threads"),
-    "Engine": ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "kv_memory_share"),
+    "Model": ("model", "dtype", "kv_dtype", "weights", "self_tune", "native_kernels", "num_threads"),
+    "Engine": (
+        *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_host_blocks", "kv_memory_share"),
+        *("policy", "capacity", "preemption", "prefix_caching"),
+    ),
     "Kafka": tuple(KafkaConnection.model_fields),
     "Tiers and tenants": ("quota_burst_seconds",),
     "Life": ("supervisor", "drain_timeout", "stop_grace_period", "stuck_after", "metrics_port", "metrics_host"),
@@ -152,9 +156,9 @@ def _default_sentence(field: FieldInfo) -> str:
 
 
 command = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-command.command(help=inspect.getdoc(worker), epilog=f"Environment: {ENV_PREFIX} and the setting's name in capitals.")(
-    _with_flags(worker)
-)
+command.command(
+    cls=Command, help=inspect.getdoc(worker), epilog=f"Environment: {ENV_PREFIX} and the setting's name in capitals."
+)(_with_flags(worker))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from schemas.snapshot import PERIOD_S, Snapshot
+from schemas.snapshot import PERIOD_S, NoSnapshot, Snapshot
 from worker.health import Health
 from worker.snapshots import Snapshots
 
@@ -21,14 +21,10 @@ TAKE_S = 1.0  # for a snapshot; a page that stops turning says why
 HEAD_S = 10.0  # something is sent at least so often, so that a viewer who left is noticed
 
 
-class Away(Exception):
-    """There is no snapshot now; the message says why."""
-
-
 class Feed:
     """Snapshots as JSON, at most one in PERIOD_S, whoever asks. Belongs to one event loop.
 
-    take: gets the next one, or raises Away.
+    take: gets the next one, or raises NoSnapshot.
     """
 
     def __init__(self, take: Callable[[], Awaitable[bytes]]) -> None:
@@ -40,16 +36,16 @@ class Feed:
         self.num_viewers = 0
 
     async def latest(self) -> bytes:
-        """The last one, not older than PERIOD_S. Raises Away."""
+        """The last one, not older than PERIOD_S. Raises NoSnapshot."""
         async with self._lock:
             if time.monotonic() - self._taken_at >= PERIOD_S:
                 try:
                     self._latest, self._reason = await self._take(), None
-                except Away as away:
+                except NoSnapshot as away:
                     self._reason = str(away)
                 self._taken_at = time.monotonic()
             if self._reason is not None:
-                raise Away(self._reason)
+                raise NoSnapshot(self._reason)
             return self._latest
 
 
@@ -61,12 +57,12 @@ def worker_feed(snapshots: Snapshots, health: Health, loop: asyncio.AbstractEven
 
     async def take() -> bytes:
         if health.engine is None:
-            raise Away("; ".join(health.not_ready()))
+            raise NoSnapshot("; ".join(health.not_ready()))
         taking = asyncio.run_coroutine_threadsafe(take_there(), loop)
         try:
             snapshot = await asyncio.wait_for(asyncio.wrap_future(taking), TAKE_S)
         except TimeoutError:
-            raise Away("the worker's event loop is held up") from None
+            raise NoSnapshot("the worker's event loop is held up") from None
         assert snapshot is not None, "an engine does not go away"
         return snapshot.encode()
 
@@ -84,7 +80,7 @@ def live_routes(feed: Feed) -> list[Route]:
     async def snapshot(request: Request) -> Response:
         try:
             return Response(await feed.latest(), media_type="application/json")
-        except Away as away:
+        except NoSnapshot as away:
             return PlainTextResponse(str(away), status_code=503)
 
     async def events(request: Request) -> Response:
@@ -105,7 +101,7 @@ async def _events(feed: Feed, stopping: Callable[[], bool]) -> AsyncIterator[byt
         while not stopping():
             try:
                 event = b"data: " + await feed.latest() + b"\n\n"
-            except Away as away:
+            except NoSnapshot as away:
                 event = b"event: away\ndata: " + str(away).replace("\n", " ").encode() + b"\n\n"
             if event != sent or time.monotonic() - sent_at > HEAD_S:
                 sent, sent_at = event, time.monotonic()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.process_collector import ProcessCollector
 
-from schemas.reasons import ErrorCode, FinishReason
+from schemas.reasons import DeadLetterReason, ErrorCode, FinishReason
 from schemas.records import End
 from schemas.topics import Tier
 from worker.engine.outputs import EngineEvent, StepRecord, TokenEvent
@@ -42,6 +42,11 @@ class TenantLabels:
     def __init__(self, configured: Iterable[str], most: int) -> None:
         self._most = most
         self._known = dict.fromkeys(list(configured)[:most])
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Those with a label of their own, and OTHER."""
+        return (*self._known, OTHER)
 
     def label(self, tenant: str) -> str:
         """The tenant, or OTHER when there are too many. The first come are kept."""
@@ -182,6 +187,13 @@ class Metrics:
                 for slo in ("ttft", "tpot", "all"):
                     if slo == "all" or getattr(self._tiers[tier], f"{slo}_ms") is not None:
                         self._slo.labels(tier, slo, met)
+        for reason in DeadLetterReason:
+            self._dlq.labels(reason)
+        for tenant in self._tenants.known:
+            self._throttled.labels(tenant)
+            self._tenant_requests.labels(tenant)
+            for kind in ("input", "output", "cached"):
+                self._tenant_tokens.labels(tenant, kind)
         for mode in ("swap", "recompute"):
             self._preempted_tokens.labels(mode)
         for kind in ("predicted", "actual"):

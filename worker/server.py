@@ -17,7 +17,7 @@ import structlog
 from schemas.codec import decode_map
 from schemas.errors import DecodeError, RequestError, Unanswerable
 from schemas.headers import read_reply_address, read_request_headers
-from schemas.reasons import ErrorCode, FinishReason
+from schemas.reasons import DeadLetterReason, ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, End, event_of
 from schemas.reply_log import ReplyLog
 from schemas.request import parse_request
@@ -124,7 +124,7 @@ class RequestServer:
         task = self._calls[call] = self._tasks.create_task(self._serve(call), name=f"serve {delivery.source}")
         task.add_done_callback(lambda _: self._forget(call))  # one that is cancelled before it starts runs nothing
 
-    def _start_burying(self, delivery: Delivery, reason: str, message: str) -> None:
+    def _start_burying(self, delivery: Delivery, reason: DeadLetterReason, message: str) -> None:
         task = self._tasks.create_task(self._bury_for_good(delivery, reason, message), name=f"bury {delivery.source}")
         self._burials.append(task)
         task.add_done_callback(self._burials.remove)
@@ -200,7 +200,7 @@ class RequestServer:
         except Exception as e:
             # A fault of ours, or a reply log that somebody else broke: it must not take other requests with it.
             log.exception("request.failed", input=call.delivery.source.to_fields())
-            await self._side.bury(call.delivery, call.trace, "internal", repr(e))
+            await self._side.bury(call.delivery, call.trace, DeadLetterReason.INTERNAL, repr(e))
             code, message = ErrorCode.INTERNAL, "the worker failed at this request; its log says how"
         call.refusal = RequestError(code, message)
         call.must_begin = not call.single_end
@@ -213,7 +213,7 @@ class RequestServer:
     async def _settle(self, call: Call) -> Outcome:
         """Answers, and does what the answer needs beside it: a DLQ record, a usage record."""
         if isinstance(call.refusal, DecodeError):
-            await self._side.bury(call.delivery, call.trace, call.refusal.code, str(call.refusal))
+            await self._side.bury(call.delivery, call.trace, DeadLetterReason.INVALID_REQUEST, str(call.refusal))
         try:
             outcome = await self._answer(call)
         except ReplyTopicGone:
@@ -221,7 +221,10 @@ class RequestServer:
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
                 await self._side.bury(
-                    call.delivery, call.trace, "no_reply_topic", "no reply_to, and no default reply topic"
+                    call.delivery,
+                    call.trace,
+                    DeadLetterReason.NO_REPLY_TOPIC,
+                    "no reply_to, and no default reply topic",
                 )
             return Outcome.DEAD_LETTER
         if outcome is Outcome.ANSWERED:
@@ -506,7 +509,7 @@ class RequestServer:
 
     # Other topics
 
-    async def _bury_for_good(self, delivery: Delivery, reason: str, message: str) -> None:
+    async def _bury_for_good(self, delivery: Delivery, reason: DeadLetterReason, message: str) -> None:
         try:
             trace = self._telemetry.trace(delivery)
             self._telemetry.bind(delivery, trace)

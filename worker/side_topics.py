@@ -7,6 +7,7 @@ import structlog
 
 from schemas.codec import ContentType
 from schemas.dead_letters import dead_letter_headers
+from schemas.reasons import DeadLetterReason
 from schemas.records import End, Timing, Usage, UsageRecord, encode_usage
 from worker.metrics import Metrics
 from worker.tracing import RequestTrace
@@ -39,7 +40,7 @@ class SideTopics:
         self._wall_ms = wall_ms
         self._metrics = metrics
 
-    async def bury(self, delivery: Delivery, trace: RequestTrace, reason: str, message: str) -> bool:
+    async def bury(self, delivery: Delivery, trace: RequestTrace, reason: DeadLetterReason, message: str) -> bool:
         """Puts a record on the DLQ. False when its partition went elsewhere before that succeeded."""
         log.warning("request.dead_letter", input=delivery.source.to_fields(), reason=reason, message=message)
         message = message[:MAX_MESSAGE_CHARS]

@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.metadata
+import sys
 from typing import Annotated
 
 import typer
 
+from schemas.command_help import Command
 from service.cli import dlq, topics
 from service.cli.broker import broker
 from service.cli.cancel import cancel
@@ -50,8 +52,8 @@ def carousel(
     """
 
 
-app.command()(demo)
-app.command()(broker)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(broker)
 app.add_typer(topics.app, name="topics")
 
 
@@ -70,15 +72,19 @@ def worker(context: typer.Context) -> None:
     typer.main.get_command(module.command).main(args=context.args, prog_name="carousel worker")
 
 
-app.command()(submit)
-app.command()(cancel)
-app.command()(status)
-app.command()(top)
-app.command()(console)
+app.command(cls=Command)(submit)
+app.command(cls=Command)(cancel)
+app.command(cls=Command)(status)
+app.command(cls=Command)(top)
+app.command(cls=Command)(console)
 app.add_typer(dlq.app, name="dlq")
-app.command()(reap)
-app.command()(simulate)
+app.command(cls=Command)(reap)
+app.command(cls=Command)(simulate)
 
 
 def main() -> None:
+    for word in sys.argv[1:]:
+        if any("\ud800" <= character <= "\udfff" for character in word):  # how Python keeps bytes that it cannot read
+            typer.echo(f"carousel: this argument is not UTF-8: {word!a}", err=True)
+            raise SystemExit(2)
     app()

@@ -29,6 +29,8 @@ def cancel(
     Example: carousel cancel 3f2a9c51d0
     """
     for each in ids:
+        if not each:
+            raise typer.BadParameter("an id is empty")
         if each.startswith(reply_prefix):
             raise typer.BadParameter(f"{each} is a reply topic; its request's id is {each.removeprefix(reply_prefix)}")
 

@@ -29,9 +29,8 @@ def console(
         raise typer.Exit(1) from None
     name = f"[{host}]" if ":" in host else host
     try:
-        module.run_console(worker, host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
+        number = module.run_console(worker, host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
     except OSError as error:
         typer.echo(f"carousel console: port {port} of {host} cannot be had: {error}. Give another --port", err=True)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    raise typer.Exit(128 + number)

@@ -91,7 +91,7 @@ class _Demo:
             keep = False
             raise
         finally:
-            if not keep:
+            if not keep or not any(folder.iterdir()):
                 shutil.rmtree(folder)
         if keep:
             failures = [answer.failure for answer in self._answers if answer.failure is not None]

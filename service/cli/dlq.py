@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from schemas.command_help import Command
 from schemas.connection import KafkaConnection
 from schemas.dead_letters import DEAD_LETTER_HEADERS
 from schemas.topics import DEFAULT_LANE_PREFIX
@@ -28,7 +29,7 @@ app = typer.Typer(
 )
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @with_connection
 def list_(
     connection: KafkaConnection,
@@ -63,7 +64,7 @@ def list_(
     run(main())
 
 
-@app.command()
+@app.command(cls=Command)
 @with_connection
 def show(
     connection: KafkaConnection,
@@ -97,7 +98,7 @@ def show(
     run(main())
 
 
-@app.command("redrive")
+@app.command("redrive", cls=Command)
 @with_connection
 def redrive_(
     connection: KafkaConnection,

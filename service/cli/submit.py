@@ -64,7 +64,7 @@ def submit(
 
     Example: carousel submit "Why is the sky blue?" --chat --tier interactive --temperature 0 --max-tokens 64
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
     roles = [("system", system), ("user", text)]
@@ -83,6 +83,13 @@ def submit(
     routing = {"tier": tier, "tenant": tenant, "priority": priority, "deadline": deadline, "timeout": timeout}
     client = Client(connection=connection, lane_prefix=lane_prefix, reply_prefix=reply_prefix, reply_topics=1)
     run(_stream(client, fields | routing, as_json=as_json))
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:

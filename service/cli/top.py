@@ -1,9 +1,6 @@
 """`carousel top`: a worker's snapshots in the terminal."""
 
-import http.client
 import time
-import urllib.error
-import urllib.request
 from typing import Annotated
 
 import typer
@@ -12,12 +9,10 @@ from rich.live import Live
 from rich.text import Text
 
 from schemas.connection import ENV_PREFIX
-from schemas.snapshot import PERIOD_S, Lane, Latency, Pool, Seat, Snapshot
+from schemas.snapshot import PERIOD_S, Lane, Latency, NoSnapshot, Pool, Seat, Snapshot, fetch_snapshot
 from service.cli.tables import console, duration, printable, table
 
 DEFAULT_WORKER = "http://127.0.0.1:9100"
-TIMEOUT_S = 3.0
-MAX_BYTES = 16 * 2**20
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
 _POOL_WIDTH = 64
 _POOL_CELLS = {"free": "·", "active": "█", "cached": "░", "draining": "▒"}
@@ -53,10 +48,10 @@ def top(
     """
     if once or as_json:
         try:
-            data = _fetch(worker)
+            data = fetch_snapshot(worker)
             shown = Snapshot.decode(data)
-        except (OSError, ValueError) as error:
-            typer.echo(f"carousel top: {_why(worker, error)}", err=True)
+        except (NoSnapshot, ValueError) as error:
+            typer.echo(f"carousel top: {error}", err=True)
             raise typer.Exit(1) from None
         if as_json:
             typer.echo(data.decode())
@@ -74,26 +69,9 @@ def top(
 
 def _look(worker: str, num_seats: int) -> Group | Text:
     try:
-        return picture(Snapshot.decode(_fetch(worker)), num_seats)
-    except (OSError, ValueError) as error:
-        return Text(_why(worker, error), "red")
-
-
-def _fetch(worker: str) -> bytes:
-    """Raises OSError."""
-    try:
-        with urllib.request.urlopen(f"{worker}/snapshot", timeout=TIMEOUT_S) as response:  # noqa: S310 http(s) only
-            return bytes(response.read(MAX_BYTES))
-    except urllib.error.HTTPError as error:
-        with error:
-            words = error.read(1000).decode(errors="replace")
-        raise OSError(words if error.code == 503 else f"{error}; is it a worker's --metrics-port?") from None
-    except http.client.HTTPException as error:
-        raise OSError(f"that is no HTTP: {error}") from None
-
-
-def _why(worker: str, error: Exception) -> str:
-    return f"nothing to see at {worker}: {error}"
+        return picture(Snapshot.decode(fetch_snapshot(worker)), num_seats)
+    except (NoSnapshot, ValueError) as error:
+        return Text(str(error), "red")
 
 
 def picture(shown: Snapshot, num_seats: int) -> Group:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from schemas.command_help import Command
 from schemas.connection import KafkaConnection
 from schemas.topics import DEFAULT_LANE_PREFIX, LANES
 from service.cli.connection import with_connection
@@ -13,7 +14,7 @@ from service.topics import create_topics
 app = typer.Typer(help="Create the topics of a deployment.", no_args_is_help=True)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_connection
 def create(
     connection: KafkaConnection,

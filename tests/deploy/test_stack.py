@@ -23,15 +23,13 @@ from bench.beside import Missing, tool
 from carousel import Client, Tokens
 from tests.deploy.stack import ROOT
 from tests.deploy.stand_ins import import_all
-from tests.deploy.test_dashboards import dashboard_expressions
+from tests.deploy.test_dashboards import dashboard_expressions, filled_in
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(1800)]
 SERVICES = ("worker", "console", "otel-collector", "jaeger", "prometheus")  # and what they depend on
 PORTS = ("KAFKA_PORT", "CONSOLE_PORT", "OTLP_PORT", "JAEGER_PORT", "PROMETHEUS_PORT")
 # Nothing failed and nobody was throttled here.
 MAY_BE_EMPTY = {"kafka: Dead letters", "tenants: Had to wait for their quota"}
-FILLED_IN = {"$__rate_interval": "1m", "$price_input": "1", "$price_output": "1"}
-FILLED_IN |= {"$tier": ".*", "$worker": ".*", "$tenant": ".*"}
 
 
 class Stack:
@@ -220,9 +218,7 @@ def test_every_panel_has_data(stack: Stack):
     asyncio.run(load())
     empty = set()
     for where, expression in dashboard_expressions():
-        for variable, value in FILLED_IN.items():
-            expression = expression.replace(variable, value)
-        if not stack.query(expression):
+        if not stack.query(filled_in(expression, "1m")):
             empty.add(where)
     assert empty <= MAY_BE_EMPTY
 

@@ -191,6 +191,7 @@ async def test_an_endpoint_that_is_away_changes_nothing(
 CALLER_TRACE, CALLER_SPAN = "5bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CALLER = {"traceparent": f"00-{CALLER_TRACE}-{CALLER_SPAN}-01"}
 REPLY = "send replies.{correlation_id}"
+Written = list[tuple[str, list[str]]]  # event and every traceparent of the records of a topic
 
 
 @contextlib.contextmanager
@@ -318,13 +319,15 @@ async def test_one_trace_through_a_preemption_and_a_crash(kafka: Any, tmp_path: 
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("test"))
         async with producing(kafka.bootstrap, "trace.", partitions=1) as producer:
-            await live_through(kafka.bootstrap, producer, tmp_path)
+            log = await live_through(kafka.bootstrap, producer, tmp_path)
+            written = [await traceparents(kafka.bootstrap, topic) for topic in ("trace.batch", "trace.dlq")]
         await asyncio.to_thread(provider.shutdown)
         await wait_for(lambda: complete(query))
         spans = await spans_of(query, CALLER_TRACE)
         parents = await parents_of(query, CALLER_TRACE)
         steps = await ask(f"{query}/api/traces?service=carousel-worker&operation=llm.step&limit=1500")
     assert parents == {span.id: span.parent for span in spans}
+    check_records(spans, *written, log)
     check_client(spans)
     check_second_worker(spans)
     check_first_worker(spans)
@@ -333,14 +336,51 @@ async def test_one_trace_through_a_preemption_and_a_crash(kafka: Any, tmp_path: 
     assert {"refType": "FOLLOWS_FROM", "traceID": CALLER_TRACE, "spanID": second.id} in links
 
 
+async def traceparents(bootstrap: str, topic: str) -> Written:
+    """In the order of the topic; only records of this trace, and all `tokens`."""
+    consumer = AIOKafkaConsumer(topic, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    await consumer.start()
+    try:
+        found = []
+        ends = await consumer.end_offsets(consumer.assignment())
+        while any([await consumer.position(p) < end for p, end in ends.items()]):
+            for batch in (await consumer.getmany(timeout_ms=200)).values():
+                for record in batch:
+                    event = dict(record.headers).get("event", b"request").decode()
+                    values = [value.decode() for name, value in record.headers if name == "traceparent"]
+                    if event == "tokens" or any(CALLER_TRACE in value for value in values):
+                        found.append((event, values))
+        return found
+    finally:
+        await consumer.stop()
+
+
+def check_records(spans: list[Span], requests: Written, letters: Written, log: Written) -> None:
+    """One traceparent on request, `begin`, `end` and dead letter, each that of the span that wrote it (the letter keeps
+    its own); none on `tokens`."""
+
+    def of(span: Span) -> list[str]:
+        return [f"00-{CALLER_TRACE}-{span.id}-01"]
+
+    assert requests == [("request", of(pick(spans, "send trace.batch")))]
+    assert letters == [("request", [CALLER["traceparent"]])]
+    begun = [pick(spans, REPLY, worker, llm_event="begin") for worker in ("w1", "w2")]
+    ended = pick(spans, REPLY, "w2", llm_event="end")
+    assert [each for each in log if each[0] != "tokens"] == [
+        *(("begin", of(span)) for span in begun),
+        ("end", of(ended)),
+    ]
+    assert {tuple(values) for event, values in log if event == "tokens"} == {()}
+
+
 async def complete(query: str) -> bool:
     """Whether the last spans have arrived."""
     names = [span.name for span in await spans_of(query, CALLER_TRACE)]
     return {"text_completion", "send trace.dlq"} <= set(names) and names.count("llm.preempted") == 2
 
 
-async def live_through(bootstrap: str, producer: Any, tmp_path: Path) -> None:
-    """The request's life: preempted on w1, which is killed; resumed and preempted on w2."""
+async def live_through(bootstrap: str, producer: Any, tmp_path: Path) -> Written:
+    """The request's life: preempted on w1, which is killed; resumed and preempted on w2. Returns its reply log."""
     arguments = ("--lane-prefix", "trace.", "--preemption", "swap", "--max-num-seqs", "1", "--trace-steps", "0.05")
     workers = [WorkerProcess(bootstrap, tmp_path / f"{n}.log", *arguments, "--worker", n) for n in ("w1", "w2")]
     request = {"prompt": "x" * 40, "tier": "batch", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -362,8 +402,10 @@ async def live_through(bootstrap: str, producer: Any, tmp_path: Path) -> None:
                 headers = [("traceparent", CALLER["traceparent"].encode()), ("reply_to", b"__nobody")]
                 await producer._producer.send_and_wait("trace.standard", b"\xc1", headers=headers)
                 answer = await stream.completion()
+                log = await traceparents(bootstrap, f"replies.{stream.correlation_id}")
             assert len(answer.token_ids) == 1500
             assert await asyncio.to_thread(workers[1].stop) == 0
+            return log
         finally:
             for worker in workers:
                 worker.end()

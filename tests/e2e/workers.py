@@ -19,7 +19,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from schemas.connection import KafkaConnection
 from service.topics import create_topics
 
-READY_S = 90
+READY_S = 240
 
 
 class WorkerProcess:

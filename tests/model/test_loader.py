@@ -1,5 +1,6 @@
 import json
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,6 +291,27 @@ def test_a_name_that_is_nothing(monkeypatch):
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as caught:
         load_model("no-such-org/no-such-model")
     assert "`tiny`" in str(caught.value)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_hub_that_is_away_is_not_waited_for(cached, monkeypatch, tmp_path):
+    """No retries of half a minute: a name is refused at once with one sentence, and what the cache holds is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"it waits for {seconds} s"))
+    if cached:
+        snapshot = tmp_path / "models--some--model/snapshots/abc"
+        (tmp_path / "models--some--model/refs").mkdir(parents=True)
+        (tmp_path / "models--some--model/refs/main").write_text("abc")
+        for part in make_tiny():
+            part.save_pretrained(snapshot)
+        assert load_model("some/model").vocab_size == 259
+    else:
+        with pytest.raises(ModelError, match=f"{address} cannot be reached") as caught:
+            load_model("some/model")
+        assert "\n" not in str(caught.value)
 
 
 def test_folders_without_a_usable_model(tmp_path):

@@ -10,16 +10,21 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import structlog
+import typer
 from typer.testing import CliRunner
 
+from schemas.connection import KafkaConnection
 from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import End, ErrorInfo
 from service.broker import EmbeddedBroker
 from service.cli import app
+from service.topics import create_topics
 from tests.service.responder import Reply, Responder
+from worker.cli import command as worker_command
 
 PROGRAM = [sys.executable, "-m", "service"]
 
@@ -69,6 +74,31 @@ def test_help_lists_every_command() -> None:
     assert result.exit_code == 0
     for name in ("demo", "broker", "topics", "worker", "submit", "cancel", "status", "dlq", "reap", "simulate"):
         assert re.search(rf"\b{name}\b", result.output)
+
+
+def _commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{name}{word} ")
+        elif word != "worker":  # hands everything to a command of its own
+            yield name + word, command
+
+
+COMMANDS = dict(_commands(typer.main.get_command(app))) | {"worker": typer.main.get_command(worker_command)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_option_in_full(name: str) -> None:
+    """On a narrow terminal, too; nothing is wider than that, but a name or a choice that is."""
+    result = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*name.split(), "--help"])
+    assert result.exit_code == 0
+    options = [option for option in COMMANDS[name].params if option.param_type_name == "option"]
+    assert options
+    for option in options:
+        for word in (*option.opts, *option.secondary_opts):
+            assert re.search(rf"(?<![\w-]){word}(?![\w…-])", result.output), word
+    lines = result.output.splitlines()
+    assert [line for line in lines if len(line) > 80 and not re.fullmatch(r"  --\S+( / --\S+| <\S+>)?", line)] == []
 
 
 def test_version() -> None:
@@ -149,6 +179,49 @@ async def test_submit_while_no_worker_runs(responder: Responder) -> None:
             assert process.returncode is None
         process.send_signal(signal.SIGINT)
         assert await process.wait() == 130
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["submit", b"\xff\xfe"], r"carousel: this argument is not UTF-8: '\\udcff\\udcfe'"),
+        (["submit", "x", "--tenant", b"a\xff"], r"carousel: this argument is not UTF-8: 'a\\udcff'"),
+        (["submit", "-"], "standard input is not UTF-8: invalid start byte at byte 2"),
+        (["submit", "x", "--tier", ""], "carousel: '' cannot name a tier"),
+        (["submit", "x", "--tier", "a/b"], "carousel: 'a/b' cannot name a tier"),
+        (["submit", "x", "--deadline", "inf"], "carousel: deadline must be a number of seconds, not inf"),
+        (["submit", "x", "--timeout", "inf"], "carousel: timeout must be a number of seconds, not inf"),
+        (["topics", "create", "--tier", ""], "carousel: '' cannot name a tier"),
+        (["cancel", ""], "an id is empty"),
+    ],
+    ids=str,
+)
+def test_odd_arguments(broker: EmbeddedBroker, arguments: list[str | bytes], sentence: str) -> None:
+    """Each is a sentence on stderr, and no traceback."""
+    words = [*PROGRAM, *arguments, "--bootstrap", broker.bootstrap]
+    environment = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run(words, input=b"ab\xff", capture_output=True, check=False, timeout=100, env=environment)
+    stderr = done.stderr.decode()
+    assert done.returncode in (1, 2)
+    assert re.search(sentence, stderr), stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.kafka
+async def test_a_prompt_beyond_what_the_lane_takes(kafka: Any) -> None:
+    """3 MB through standard input: a sentence that says how large it is and what bounds it."""
+    connection = KafkaConnection(bootstrap=kafka.bootstrap)
+    await create_topics(connection, lane_prefix="large.", partitions=1)
+    words = [*PROGRAM, "submit", "-", "--bootstrap", kafka.bootstrap, "--lane-prefix", "large."]
+    done = await asyncio.to_thread(
+        subprocess.run, words, input=b"x" * 3_000_000, capture_output=True, check=False, timeout=100
+    )
+    stderr = done.stderr.decode()
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"carousel: the request has 3,000,\d+ bytes, more than large.standard takes \(its max.message.bytes\)\n", stderr
+    )
 
 
 @pytest.mark.broker

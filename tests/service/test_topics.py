@@ -1,7 +1,11 @@
 """Creating the topics of a deployment."""
 
+import asyncio
+import socket
 import uuid
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,8 +13,10 @@ from schemas.connection import KafkaConnection
 from schemas.topics import CANCEL_TTL_MS
 from service.broker import EmbeddedBroker
 from service.errors import BrokerUnavailable, TopicsFailed
-from service.kafka import TopicAdmin, TopicSpec
+from service.kafka import TopicAdmin, TopicSpec, start_producer
+from service.reply_reader import ReplyReader
 from service.topics import create_topics, topic_plan
+from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 
 
 def test_plan() -> None:
@@ -49,6 +55,29 @@ async def test_unreachable_broker_is_one_sentence() -> None:
     """A refused connection names the address and the cause."""
     with pytest.raises(BrokerUnavailable, match=r"no Kafka at 127\.0\.0\.1:1: .*refused|Connect call failed"):
         await create_topics(KafkaConnection(bootstrap="127.0.0.1:1"))
+
+
+START: dict[str, Callable[[KafkaConnection], Any]] = {
+    "admin": lambda connection: TopicAdmin(connection).start(),
+    "producer": start_producer,
+    "reader": lambda connection: ReplyReader(connection, list).start(),
+    "worker": lambda connection: KafkaConnections(
+        connection, client_id="w", request_timeout_ms=30_000, session_timeout_ms=10_000, rebalance_timeout_ms=60_000
+    ).__aenter__(),
+}
+
+
+@pytest.mark.parametrize("who", START)
+async def test_whoever_takes_connections_and_says_nothing_is_no_kafka(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after CONNECT_S, by callers and by workers, with one sentence, and nothing is left open."""
+    monkeypatch.setattr("schemas.connection.CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connection = KafkaConnection(bootstrap=f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises((BrokerUnavailable, KafkaUnavailable), match=r":\d+: (no|it does not) answer"):
+            async with asyncio.timeout(20):
+                await START[who](connection)
 
 
 class _Answers:

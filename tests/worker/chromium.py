@@ -50,7 +50,8 @@ class Page:
         )
         os.close(to_browser)
         os.close(from_browser)
-        target = self._call("Target.getTargets")["targetInfos"][0]["targetId"]
+        # One of its own: the first in the list may be no page, or not be there yet.
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Page", "Log", "Accessibility"):
             self.call(f"{domain}.enable")

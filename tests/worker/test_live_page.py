@@ -45,6 +45,8 @@ async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, d
         assert page.value("document.querySelector('#state').textContent") == "ready"
         assert " gave a seat to " in page.value("document.querySelector('#preempted li').textContent")
         assert page.value("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
+        cut = "[...document.querySelectorAll('.wide')].filter((e) => e.scrollWidth > e.clientWidth).length"
+        assert page.value(cut) == 0, "a table is cut off"
         counts = page.value(
             "[...document.querySelectorAll('#l-device li')].map((li) => +li.textContent.replace(/\\D/g, ''))"
         )

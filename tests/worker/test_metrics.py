@@ -5,9 +5,9 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from schemas.codec import ContentType, decode_map
-from schemas.reasons import ErrorCode, FinishReason
+from schemas.reasons import DeadLetterReason, ErrorCode, FinishReason
 from schemas.records import End, ErrorInfo, Timing, Usage
-from schemas.topics import Tier
+from schemas.topics import DEFAULT_TIERS, Tier
 from tests.worker.test_recovery import running_until
 from tests.worker.test_tracing import PRODUCER, TRACE_ID
 from tests.worker.world import World
@@ -45,7 +45,7 @@ async def test_a_thousand_tenants_are_a_handful_of_series():
         metrics = server.metrics
     (family,) = (f for f in metrics.registry.collect() if f.name == "llm_tenant_tokens")
     counts = {s.labels["tenant"]: s.value for s in family.samples if s.labels["type"] == "output"}
-    assert counts == dict.fromkeys(("tenant-0", "tenant-1", "tenant-2", "tenant-3"), 2) | {OTHER: 72}
+    assert counts == dict.fromkeys(("tenant-0", "tenant-1", "tenant-2", "tenant-3"), 2) | {OTHER: 72, "acme": 0}
 
 
 async def test_counters_agree_with_the_usage_records_to_the_token():
@@ -254,3 +254,18 @@ def test_promises(given: Served, ttft: bool | None, tpot: bool | None, met_all: 
         assert counts == {"true": met is True, "false": met is False}, slo
     assert value(metrics, "llm_goodput_tokens_total", **TIER) == (7 if met_all else 0)
     assert value(metrics, "llm_slo_target_seconds", **TIER, slo="ttft") == 0.1
+
+
+def test_what_is_rare_begins_at_zero():
+    """An alert at the first dead letter, and a rate of the first request that had to wait: both need a zero before."""
+    metrics = Metrics("w1", DEFAULT_TIERS, tenants=("acme",))
+    counted = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+    for reason in DeadLetterReason:
+        assert counted["llm_dlq_records_total", reason] == 0
+    for tenant in ("acme", OTHER):
+        assert counted["llm_tenant_throttled_total", tenant] == 0
+        assert counted["llm_tenant_tokens_total", tenant, "output"] == 0

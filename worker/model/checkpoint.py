@@ -1,11 +1,18 @@
 """Where a model's files are, and whether they are whole, before any of them is loaded."""
 
 import json
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from huggingface_hub import constants
 
 from worker.model.errors import ModelError
+
+HUB_S = 3.0  # for a connection to it
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -71,6 +78,21 @@ def check_files(checkpoint: Checkpoint) -> None:
         raise ModelError(f"{incomplete} {len(missing)} of {len(names)} files are missing, the first is {missing[0]}")
     for name in names:
         _check_safetensors(folder / name)
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face hub can be asked. Its library would try for half a minute, for a cached model, too."""
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or address.hostname is None:
+        return False
+    if address.scheme in getproxies():
+        return True  # it knows
+    port = address.port or {"http": 80}.get(address.scheme, 443)
+    try:
+        socket.create_connection((address.hostname, port), timeout=HUB_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _check_safetensors(file: Path) -> None:

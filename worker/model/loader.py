@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -26,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.model.attention import AttentionLayer
-from worker.model.checkpoint import check_files, find_checkpoint
+from worker.model.checkpoint import check_files, find_checkpoint, hub_answers
 from worker.model.errors import ModelError
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
@@ -140,7 +141,8 @@ def _load_pretrained(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     checkpoint = find_checkpoint(name)
     source = checkpoint.source
-    options, weight_options = {}, {}
+    options: dict[str, Any] = {"local_files_only": checkpoint.is_folder or not hub_answers()}
+    weight_options = {}
     if checkpoint.gguf_file:
         options["gguf_file"] = checkpoint.gguf_file
         weight_options["quantization_config"] = GgufConfig(dequantize=True)
@@ -170,10 +172,10 @@ def _load_pretrained(
     except OSError as error:
         if checkpoint.is_folder:
             raise ModelError(f"the folder {source} holds no complete model: {error}") from error
+        hub = f"{constants.ENDPOINT} cannot be reached" if options["local_files_only"] else f"the hub said: {error}"
         raise ModelError(
             f"model {name!r} is no folder, and cannot be had from the Hugging Face hub or its local cache. Check the "
-            "name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`. "
-            f"The hub said: {error}"
+            f"name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`: {hub}"
         ) from error
     except Exception as error:
         # The first line says it; what follows may be the names of a hundred models.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from html import escape
+from itertools import chain
 
 from worker.sim.levels import Levels
 from worker.sim.replay import WorkerRun
@@ -11,6 +12,7 @@ _WIDTH, _HEIGHT = 860, 640
 _LEFT, _PLOT_WIDTH, _PLOT_HEIGHT = 70, 650, 220
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
 _MAX_CURVE_POINTS = 200
+TOPS = (60, 370)
 
 Curve = tuple[str, Sequence[tuple[float, float]]]  # label, points (x, y)
 
@@ -29,16 +31,22 @@ def draw(runs: Sequence[WorkerRun], levels: Levels, title: str) -> str:
         ttfts = sorted(s.ttft for s in served if s.tier == name and s.ttft is not None)
         if ttfts:
             curves.append((name, _distribution(ttfts)))
-    body = [
-        f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
-        *_panel(60, "worker 1 over time (s)", seats, float, ""),
-        *_panel(370, "share of requests with a first token within (s), by tier", curves, math.log10, "%"),
-    ]
+    return document(
+        title,
+        panel(TOPS[0], "worker 1 over time (s)", seats, float, ""),
+        panel(TOPS[1], "share of requests with a first token within (s), by tier", curves, math.log10, "%"),
+    )
+
+
+def document(title: str, *panels: Sequence[str]) -> str:
+    """The SVG document of two panels, which begin at TOPS."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">'
     )
-    return "\n".join([head, f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>', *body, "</svg>", ""])
+    paper = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
+    heading = f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>'
+    return "\n".join([head, paper, heading, *chain.from_iterable(panels), "</svg>", ""])
 
 
 def _distribution(ordered: Sequence[float]) -> list[tuple[float, float]]:
@@ -48,7 +56,7 @@ def _distribution(ordered: Sequence[float]) -> list[tuple[float, float]]:
     return [(max(ordered[i], 1e-4), 100 * (i + 1) / len(ordered)) for i in picked]
 
 
-def _panel(top: int, title: str, curves: Sequence[Curve], scale: Callable[[float], float], unit: str) -> list[str]:
+def panel(top: int, title: str, curves: Sequence[Curve], scale: Callable[[float], float], unit: str) -> list[str]:
     """A frame with grid, curves and legend. `scale` maps x before it is drawn; y begins at 0."""
     xs = [x for _, points in curves for x, _ in points] or [1.0]
     low, high = scale(min(xs)), scale(max(xs))

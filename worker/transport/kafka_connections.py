@@ -27,6 +27,7 @@ from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
+from schemas import connection as settings
 from schemas.connection import KafkaConnection
 
 UNKNOWN_TOPIC_OR_PARTITION = 3
@@ -71,13 +72,15 @@ class KafkaConnections:
         """Connects. Raises KafkaUnavailable."""
         self.admin = AIOKafkaAdminClient(**self.options, request_timeout_ms=self._request_timeout_ms)
         try:
-            await self.admin.start()
+            async with asyncio.timeout(settings.CONNECT_S):
+                await self.admin.start()
             self.producer = await self._start_producer()
-        except KafkaConnectionError as e:
+        except (KafkaConnectionError, TimeoutError) as e:
             await self.admin.close()
+            cause = str(e) or "it does not answer"
             raise KafkaUnavailable(
-                f"cannot reach Kafka at {self._bootstrap}: {e}. Is a broker running there (`carousel broker` starts "
-                "one for first steps), and do the security settings fit it?"
+                f"cannot reach Kafka at {self._bootstrap}: {cause}. Is a broker running there (`carousel broker` "
+                "starts one for first steps), and do the security settings fit it?"
             ) from e
         await self._warn_of_auto_creation()
         return self
