@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +27,25 @@ def kafka_cluster() -> ModuleType:
     assert spec.loader is not None
     cluster = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cluster)
+    cluster.free_port = free_port  # type: ignore[attr-defined]
     if reason := cluster.available():
         raise Missing(reason)
     return cluster
+
+
+def free_port() -> int:
+    """A port that no outgoing connection gets by chance: a broker that restarts must find it free. (A client that tries to
+    reach a port of the ephemeral range while nobody listens may even connect to itself there.)"""
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    highest = int(ephemeral.read_text().split()[0]) if ephemeral.exists() else 32_768
+    while True:
+        port = random.SystemRandom().randrange(10_000, highest)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def checks_folder() -> Path:

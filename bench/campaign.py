@@ -7,6 +7,7 @@ machine's. So a seed replays a campaign, not an interleaving.
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -207,6 +208,8 @@ class Campaign:
             await asyncio.gather(*self._running, return_exceptions=True)
             await self._fleet.close()
             self.report.seconds = time.monotonic() - began
+            for node in self._cluster.nodes:
+                shutil.copy(node.log, folder)
         return self.report
 
     # The calm before
@@ -247,8 +250,8 @@ class Campaign:
                 await asyncio.sleep(gap)
                 self._said(f"fault {number} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")
                 await self._strike(fault)
-                if load.done():
-                    await load
+                for failed in (t for t in (load, clients, *self._running) if t.done()):
+                    failed.result()  # raises: a broker that does not come back, say
             await asyncio.gather(*self._running)
             await self._restore()
         finally:
