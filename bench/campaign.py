@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import judge
+from bench.beside import ahead_of_others
 from bench.fleet import Fleet, Member, WorkerDied
 from bench.judge import Verdict
 from bench.traffic import LANES, NUM_KINDS, Kind, Sent, Traffic, kinds
@@ -335,8 +336,10 @@ class Campaign:
             else:
                 await asyncio.to_thread(node.stop)
             await asyncio.sleep(self._rng.uniform(0, 4))
-            node.start(wait=False)  # here: the broker ends with the thread that starts it
+            with ahead_of_others():
+                node.start(wait=False)  # here: the broker ends with the thread that starts it
             await asyncio.to_thread(node.wait)
+            await self._traffic.until_served()
 
     async def _slow_replies(self) -> None:
         async with self._broker_fault:
@@ -346,6 +349,7 @@ class Campaign:
                 await asyncio.sleep(self._rng.uniform(0.5, 2.5))
             finally:
                 node.thaw()
+            await self._traffic.until_served()
 
     async def _move_leaders(self) -> None:
         """Another preferred leader for every partition of lanes and groups, and an election."""
@@ -368,6 +372,7 @@ class Campaign:
             )
             for step in steps:
                 await asyncio.to_thread(self._cluster.tool, *step)
+            await self._traffic.until_served()
 
     async def _cancel(self) -> None:
         candidates = [s for s in self._traffic.open if s.cancelled_at is None and s.deadline is None]

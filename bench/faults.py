@@ -1,6 +1,7 @@
 """Faults against workers under load, and a verdict from outside: `python -m bench.faults --help`."""
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -14,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.beside import Missing, checks_folder, kafka_cluster
+from bench.beside import Missing, ahead_of_others, checks_folder, kafka_cluster
 from bench.campaign import Campaign, Fault, Plan, Report
 from bench.judge import Verdict
 
@@ -66,7 +67,9 @@ def faults(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    with cluster.Cluster(nodes=nodes) as kafka, console.status("starting") as status:
+    with contextlib.ExitStack() as stack, console.status("starting") as status:
+        with ahead_of_others():
+            kafka = stack.enter_context(cluster.Cluster(nodes=nodes))
 
         def said(what: str) -> None:
             status.update(what)

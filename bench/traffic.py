@@ -236,6 +236,13 @@ class Traffic:
                 continue
             await asyncio.sleep(0.2)  # so that several are created in one call
 
+    async def until_served(self) -> None:
+        """Returns when the cluster creates topics and tells their leaders. Raises BrokerUnavailable."""
+        names = [f"served-{uuid.uuid4().hex}"]
+        await self._admin.create([TopicSpec(name) for name in names])
+        await self._admin.wait_for_leaders(names)
+        await self._admin.delete(names)
+
     async def delete_topics(self) -> None:
         """As a careful caller does at the end."""
         await self._admin.delete([*self._shared_topics, *(s.topic for s in self._by_id.values() if not s.kind.shared)])
