@@ -130,7 +130,7 @@ class Traffic:
         self._new_stream = new_stream
         self._decode = decode
         self._shared_topics = list(shared_topics)
-        self._admin = TopicAdmin(connection, patience=120.0)
+        self._admin = TopicAdmin(connection, patience=600.0)
         self._producer: AIOKafkaProducer
         self._consumer: Any = None
         self._positions: dict[TopicPartition, int] = {}  # of what is read

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocol
@@ -23,6 +23,7 @@ from aiokafka.errors import (
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
+from schemas.log_consumer import LogConsumer
 from service.errors import BrokerUnavailable, NotAuthorized
 from service.kafka import explained
 
@@ -52,16 +53,17 @@ class TopicReader:
     """
 
     def __init__(self, connection: KafkaConnection) -> None:
+        self._connection = connection
         self._bootstrap = connection.bootstrap
         options = connection.client_options()
         self._admin = AIOKafkaAdminClient(**options)
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = LogConsumer(
             **options, enable_auto_commit=False, auto_offset_reset="none", fetch_max_wait_ms=50
         )
 
     async def __aenter__(self) -> Self:
         try:
-            with explained(self._bootstrap):
+            async with explained(self._connection):
                 await self._admin.start()
                 await self._consumer.start()
         except BaseException:

@@ -27,6 +27,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "T4": (
         "transport/test_kafka_lane.py::test_t04_a_fetching_task_that_ends_is_noticed",
+        "schemas/test_log_consumer.py::test_a_task_that_has_ended_is_noticed",
         "service/test_client.py::test_death_of_the_fetching_task_is_noticed",
     ),
     "T5": ("transport/test_kafka_lane.py::test_t05_no_commit_between_revocation_and_assignment",),

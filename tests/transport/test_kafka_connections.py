@@ -60,7 +60,7 @@ class Consumer:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> KafkaConnections:
     """Connections that make such consumers."""
-    monkeypatch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
+    monkeypatch.setattr("worker.transport.kafka_connections.LogConsumer", Consumer)
     return connections()
 
 

@@ -9,31 +9,31 @@ import logging
 from typing import Any, Self
 
 import structlog
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
     CoordinatorNotAvailableError,
     KafkaConnectionError,
     KafkaError,
-    LeaderNotAvailableError,
+    TopicAuthorizationFailedError,
     UnknownError,
     UnknownTopicOrPartitionError,
     for_code,
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
+from schemas.log_consumer import LogConsumer
+from schemas.reachability import why_unreachable
 
-UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
 REACH_S = 5.0
 EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
-RAW_FETCH_BYTES, RAW_FETCH_MS = 2**20, 100
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -55,6 +55,7 @@ class KafkaConnections:
         rebalance_timeout_ms: int,
     ) -> None:
         self.options = {**connection.client_options(), "client_id": client_id}
+        self._connection = connection
         self._bootstrap = connection.bootstrap
         self._request_timeout_ms = request_timeout_ms
         self._session_timeout_ms = session_timeout_ms
@@ -75,10 +76,13 @@ class KafkaConnections:
             self.producer = await self._start_producer()
         except KafkaConnectionError as e:
             await self.admin.close()
+            why = await why_unreachable(self._connection)
             raise KafkaUnavailable(
-                f"cannot reach Kafka at {self._bootstrap}: {e}. Is a broker running there (`carousel broker` starts "
-                "one for first steps), and do the security settings fit it?"
+                f"no Kafka at {self._bootstrap}: {why} (`carousel broker` starts one for first steps)"
             ) from e
+        except ClusterAuthorizationFailedError as e:  # who may write to one topic may also be idempotent
+            await self.admin.close()
+            raise KafkaUnavailable(f"this user may write to no topic at {self._bootstrap}") from e
         await self._warn_of_auto_creation()
         return self
 
@@ -138,9 +142,9 @@ class KafkaConnections:
         await producer.start()
         return producer
 
-    def consumer(self, **options: Any) -> AIOKafkaConsumer:
+    def consumer(self, **options: Any) -> LogConsumer:
         """A consumer without a group, for `assign`. The caller starts and stops it."""
-        return AIOKafkaConsumer(
+        return LogConsumer(
             **self.options,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
@@ -148,14 +152,14 @@ class KafkaConnections:
             **options,
         )
 
-    def lane_consumer(self, group: str, client_id: str) -> AIOKafkaConsumer:
+    def lane_consumer(self, group: str, client_id: str) -> LogConsumer:
         """A member of a lane's group. The caller subscribes, starts and stops it."""
         # The assignor keeps its last assignment in class attributes: lanes in one process must not share them.
         assignor = type("LaneStickyPartitionAssignor", (StickyPartitionAssignor,), {})
         rebalance_timeout_ms = self._rebalance_timeout_ms
         if not self.idempotent:
             rebalance_timeout_ms = min(rebalance_timeout_ms, EMBEDDED_REBALANCE_MS)
-        return AIOKafkaConsumer(
+        return LogConsumer(
             **(self.options | {"client_id": client_id}),
             group_id=group,
             enable_auto_commit=False,
@@ -206,7 +210,8 @@ class KafkaConnections:
         return committed
 
     async def partitions_of(self, topic: str) -> int:
-        """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError.
+        """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError,
+        TopicAuthorizationFailedError where this user may not know.
 
         Questions that come while one is on its way share the next request.
         """
@@ -216,6 +221,13 @@ class KafkaConnections:
             if self._query_task is None or self._query_task.done():
                 self._query_task = asyncio.create_task(self._answer_topic_queries(), name="topic queries")
         return await asyncio.shield(future)
+
+    async def count_partitions(self, topics: list[str]) -> dict[str, int]:
+        """The partitions of topics that the worker needs, as `partitions_of`. Raises KafkaUnavailable."""
+        try:
+            return dict(zip(topics, await asyncio.gather(*map(self.partitions_of, topics)), strict=True))
+        except TopicAuthorizationFailedError as e:
+            raise KafkaUnavailable(f"this user may not use the topic {e} (docs/security.md lists the rights)") from e
 
     async def _answer_topic_queries(self) -> None:
         await asyncio.sleep(0)  # let the requests of one batch of deliveries gather
@@ -229,19 +241,31 @@ class KafkaConnections:
                     future.exception()  # somebody may have stopped waiting
                 continue
             for topic, future in asked.items():
-                future.set_result(found[topic])
+                count = found[topic]
+                if count is None:
+                    future.set_exception(TopicAuthorizationFailedError(topic))
+                    future.exception()
+                else:
+                    future.set_result(count)
 
-    async def _describe(self, topics: list[str]) -> dict[str, int]:
+    async def _describe(self, topics: list[str]) -> dict[str, int | None]:
+        """Partitions of each topic; None: this user may not know."""
         # Only UNKNOWN_TOPIC_OR_PARTITION means that a topic does not exist; whatever else goes wrong passes with time.
         client = self.admin._client
         node = client.get_random_node()
         if node is None:
             raise KafkaConnectionError("no broker is known")
         response = await client.send(node, MetadataRequest(topics, allow_auto_topic_creation=False))
-        found = {}
+        found: dict[str, int | None] = {}
         for topic in response.to_object()["topics"]:
-            missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
-            found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
+            match topic["error_code"]:
+                case UnknownTopicOrPartitionError.errno:
+                    count: int | None = 0
+                case TopicAuthorizationFailedError.errno:
+                    count = None
+                case _:
+                    count = max(1, len(topic["partitions"]))
+            found[topic["topic"]] = count
         return found
 
     async def reachable(self) -> bool:
@@ -292,22 +316,6 @@ class KafkaConnections:
             )
 
 
-def has_died(client: AIOKafkaProducer | AIOKafkaConsumer) -> bool:
-    """Whether the background task of aiokafka 0.14 has ended that sends or fetches: then nothing comes any more, and
-    only a producer says so."""
-    task = client._sender.sender_task if isinstance(client, AIOKafkaProducer) else client._fetcher.error_future
-    return bool(task.done())
-
-
-async def fetch_raw(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> bytes:
-    """A partition's record batches from the one with `offset` on, as the broker has them. Raises KafkaError."""
-    client = consumer._client
-    leader = client.cluster.leader_for_partition(partition)
-    if leader is None or leader < 0:
-        raise LeaderNotAvailableError(partition)
-    wanted = [(partition.topic, [(partition.partition, offset, RAW_FETCH_BYTES)])]
-    response = await client.send(leader, FetchRequest(RAW_FETCH_MS, 1, RAW_FETCH_BYTES, 0, wanted))
-    ((_, ((_, error_code, *_, batches),)),) = response.topics
-    if error_code:
-        raise for_code(error_code)(partition)
-    return bytes(batches)
+def has_died(producer: AIOKafkaProducer) -> bool:
+    """Whether its task has ended that sends: then nothing is sent any more."""
+    return bool(producer._sender.sender_task.done())
