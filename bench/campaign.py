@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import judge
-from bench.beside import ahead_of_others
+from bench.beside import prefer
 from bench.fleet import Fleet, Member, WorkerDied
 from bench.judge import Verdict
 from bench.traffic import LANES, NUM_KINDS, Kind, Sent, Traffic, kinds
@@ -249,10 +249,14 @@ class Campaign:
             await asyncio.sleep(WARM_UP_S)
             for number, (fault, gap) in enumerate(self._plan.strikes(), 1):
                 await asyncio.sleep(gap)
+                while len(self._running) >= 2 * self._plan.workers:  # a busy machine: what struck is at work still
+                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                    self._settle()
                 self._said(f"fault {number} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")
                 await self._strike(fault)
-                for failed in (t for t in (load, clients, *self._running) if t.done()):
-                    failed.result()  # raises: a broker that does not come back, say
+                self._settle()
+                for failed in (t for t in (load, clients) if t.done()):
+                    failed.result()
             await asyncio.gather(*self._running)
             await self._restore()
         finally:
@@ -283,7 +287,12 @@ class Campaign:
             await task
             await self._wait_for_members(self._plan.workers)
             await self._until_resumed()
-        self._running = [t for t in self._running if not t.done() or t.exception() is not None]
+
+    def _settle(self) -> None:
+        """Takes out the faults that are over. Raises what one of them has raised."""
+        for over in [t for t in self._running if t.done()]:
+            self._running.remove(over)
+            over.result()
 
     async def _someone(self) -> Member:
         """An idle worker, as the seed would have it; waits until no more than one is missing."""
@@ -336,8 +345,8 @@ class Campaign:
             else:
                 await asyncio.to_thread(node.stop)
             await asyncio.sleep(self._rng.uniform(0, 4))
-            with ahead_of_others():
-                node.start(wait=False)  # here: the broker ends with the thread that starts it
+            node.start(wait=False)  # here: the broker ends with the thread that starts it
+            prefer(self._cluster)
             await asyncio.to_thread(node.wait)
             await self._traffic.until_served()
 

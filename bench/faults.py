@@ -1,7 +1,6 @@
 """Faults against workers under load, and a verdict from outside: `python -m bench.faults --help`."""
 
 import asyncio
-import contextlib
 import importlib
 import json
 import logging
@@ -15,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.beside import Missing, ahead_of_others, checks_folder, kafka_cluster
+from bench.beside import Missing, checks_folder, kafka_cluster, prefer
 from bench.campaign import Campaign, Fault, Plan, Report
 from bench.judge import Verdict
 
@@ -67,9 +66,8 @@ def faults(
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    with contextlib.ExitStack() as stack, console.status("starting") as status:
-        with ahead_of_others():
-            kafka = stack.enter_context(cluster.Cluster(nodes=nodes))
+    with cluster.Cluster(nodes=nodes) as kafka, console.status("starting") as status:
+        prefer(kafka)
 
         def said(what: str) -> None:
             status.update(what)

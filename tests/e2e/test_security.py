@@ -8,6 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,13 +116,14 @@ def grant(cluster: Any, folder: Path) -> None:
         f"ssl.truststore.type=PEM\nssl.truststore.location={cluster.ca}\n"
     )
     where = ("--bootstrap-server", cluster.bootstrap, "--command-config", config)
+    tool = partial(cluster.tool, "org.apache.kafka.tools.AclCommand", *where, timeout=120)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda words: cluster.tool("kafka.admin.AclCommand", *where, *words, timeout=120), recipe()))
+        list(threads.map(lambda words: tool(*words), recipe()))
 
 
 async def test_the_documented_rights_suffice(secure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A worker (SCRAM) and a caller (PLAIN) with the rights of the recipe: answers, cancels, a kill under a supervisor that
-    leaves the groups; and nothing beyond. Prompts and answers are in no log."""
+    """A worker (SCRAM) and a caller (PLAIN) with the rights of the recipe: answers, cancels, a kill under a supervisor
+    that leaves the groups; and nothing beyond. Prompts and answers are in no log."""
     await create_topics(connect(secure, "admin"), partitions=2)
     await asyncio.to_thread(grant, secure, tmp_path)
     for name, value in connect(secure, sasl_mechanism="SCRAM-SHA-256").environment().items():

@@ -25,7 +25,7 @@ from aiokafka.errors import (
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.structs import OffsetAndMetadata
+from aiokafka.structs import OffsetAndMetadata, PartitionMetadata
 
 from schemas.connection import KafkaConnection
 from schemas.log_consumer import LogConsumer
@@ -34,6 +34,7 @@ from schemas.reachability import why_unreachable
 STOP_S = 5.0
 REACH_S = 5.0
 EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
+MAX_SEQUENCES = 20_000  # logs that one producer writes to, about 300 bytes each; then another takes its place
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -63,6 +64,7 @@ class KafkaConnections:
         self._topic_queries: dict[str, asyncio.Future[int]] = {}
         self._query_task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
         self._stopping: list[asyncio.Task[None]] = []
         self.idempotent = True
         self.admin: AIOKafkaAdminClient
@@ -87,8 +89,9 @@ class KafkaConnections:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._query_task is not None:
-            self._query_task.cancel()
+        for task in (self._query_task, self._renewing):
+            if task is not None:
+                task.cancel()
         # An idempotent producer of aiokafka 0.14 never gives a record up: without its broker `stop` waits for ever.
         stopping = [*self._stopping, asyncio.create_task(self.producer.stop(), name="producer stop")]
         if (await asyncio.wait(stopping, timeout=STOP_S))[1]:
@@ -258,6 +261,7 @@ class KafkaConnections:
         response = await client.send(node, MetadataRequest(topics, allow_auto_topic_creation=False))
         found: dict[str, int | None] = {}
         for topic in response.to_object()["topics"]:
+            self._tell_producer(topic)
             match topic["error_code"]:
                 case UnknownTopicOrPartitionError.errno:
                     count: int | None = 0
@@ -267,6 +271,20 @@ class KafkaConnections:
                     count = max(1, len(topic["partitions"]))
             found[topic["topic"]] = count
         return found
+
+    def _tell_producer(self, topic: dict[str, Any]) -> None:
+        """What was asked about a topic spares the producer its own question, a round trip before the first record."""
+        cluster, name, partitions = self.producer.client.cluster, topic["topic"], topic["partitions"]
+        if cluster.partitions_for_topic(name) is not None or not partitions:
+            return
+        if topic["error_code"] or any(cluster.broker_metadata(p["leader"]) is None for p in partitions):
+            return  # it has no leader yet, or one that the producer has not heard of
+        known = {}
+        for p in partitions:
+            number, leader = p["partition"], p["leader"]
+            known[number] = PartitionMetadata(name, number, leader, p["replicas"], p["isr"], p["error_code"])
+            cluster._broker_partitions[leader].add(TopicPartition(name, number))
+        cluster._partitions[name] = known
 
     async def reachable(self) -> bool:
         """Whether a broker answers within a few seconds."""
@@ -288,8 +306,22 @@ class KafkaConnections:
         self.producer.client._topics.add(topic)
 
     def forget_topic(self, topic: str) -> None:
-        """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""
-        self.producer.client._topics.discard(topic)
+        """Nothing is on its way to a topic any more: the producer drops its metadata. By itself it asks for that of
+        every topic that it ever wrote to, for ever."""
+        client = self.producer.client
+        client._topics.discard(topic)
+        for metadata in client.cluster._partitions.pop(topic, {}).values():
+            client.cluster._broker_partitions[metadata.leader].discard(TopicPartition(topic, metadata.partition))
+        # The sequence numbers of a log stay: begun anew under the same producer id, a record would pass for the double
+        # of an old one. Another producer, with another id, begins anew everywhere.
+        if self.num_sequences >= MAX_SEQUENCES and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self.replace_producer(self.producer), name="renew the producer")
+
+    @property
+    def num_sequences(self) -> int:
+        """Logs of which an idempotent producer keeps the sequence numbers."""
+        manager = self.producer._txn_manager
+        return 0 if manager is None else len(manager._sequence_numbers)
 
     def abandon_topic(self, topic: str) -> None:
         """Fails what waits to be written to a topic that is gone. The producer of aiokafka 0.14 asks for its leader
