@@ -123,7 +123,7 @@ class Cluster:
         made.admin = SimpleNamespace(_client=SimpleNamespace(send=self.send, get_random_node=lambda: 1))
 
     async def send(self, _node: int, request: Any) -> Any:
-        topics = [self.answers.get(name, topic(name, error_code=3, leaders=())) for name in request.topics or ()]
+        topics = [self.answers.get(name, topic(name, error_code=3, leaders=())) for name in request._topics or ()]
         return SimpleNamespace(to_object=lambda: {"topics": topics})
 
 

@@ -238,9 +238,9 @@ class KafkaConnections:
             asked, self._topic_queries = self._topic_queries, {}
             try:
                 found = await self._describe(list(asked))
-            except (KafkaError, OSError) as e:
+            except Exception as e:  # whatever it is, nobody may wait for an answer for ever
                 for future in asked.values():
-                    future.set_exception(e if isinstance(e, KafkaError) else KafkaConnectionError(str(e)))
+                    future.set_exception(e if isinstance(e, KafkaError) else KafkaConnectionError(repr(e)))
                     future.exception()  # somebody may have stopped waiting
                 continue
             for topic, future in asked.items():
