@@ -103,6 +103,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "T29": (
         "contract/test_replies.py::test_t29_the_producer_keeps_no_ended_topics",
+        "contract/test_replies.py::test_t29_a_log_goes_on_under_another_producer",
         "transport/test_kafka_replies.py::test_t29_an_ended_topic_is_forgotten",
         "transport/test_kafka_connections.py::test_t29_what_a_producer_remembers_is_bounded",
         "transport/test_kafka_connections.py::test_t29_a_broker_that_creates_topics_is_warned_of",
