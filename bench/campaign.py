@@ -76,6 +76,7 @@ class Plan:
     faults: tuple[Fault, ...] = tuple(Fault)
     calm: bool = False
     supervisor: bool = True
+    shared: bool = False  # every request is answered on a shared reply topic
     num_kinds: int = NUM_KINDS
 
     def strikes(self) -> list[tuple[Fault, float]]:
@@ -101,6 +102,7 @@ class Plan:
         if self.faults != tuple(Fault):
             words.append(f"--only {','.join(fault.name.lower() for fault in self.faults)}")
         words += ["--calm"] * self.calm + ["--no-supervisor"] * (not self.supervisor)
+        words += ["--shared"] * self.shared
         return "python -m bench.faults " + " ".join(words)
 
 
@@ -147,6 +149,7 @@ class Report:
             "workers": self.plan.workers,
             "in_flight": self.plan.in_flight,
             "supervisor": self.plan.supervisor,
+            "shared": self.plan.shared,
             "replay": self.plan.replay,
             "seconds": round(self.seconds, 1),
             "struck": [fault.value for fault in self.struck],
@@ -171,7 +174,7 @@ class Campaign:
         self._reader = reader
         self._said = said
         self._rng = random.Random(f"{plan.seed}: where they strike")
-        self._kinds = kinds(plan.seed, plan.num_kinds)
+        self._kinds = kinds(plan.seed, plan.num_kinds, shared=plan.shared)
         self._connection = KafkaConnection(bootstrap=cluster.bootstrap)
         self._broker_fault = asyncio.Lock()  # one at a time
         self._adding = asyncio.Lock()

@@ -41,6 +41,9 @@ def faults(
     supervisor: Annotated[
         bool, typer.Option("--supervisor/--no-supervisor", help="Whether the workers have one.")
     ] = True,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Answer every request on one of two reply topics that all share.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there.")] = None,
 ) -> None:
     """Serve under load while workers and brokers are killed, frozen, drained, added and removed; then judge.
@@ -55,7 +58,8 @@ def faults(
     The exit status is 1 when the verdict is bad; the command that replays it is printed.
     """
     console = Console(stderr=True)
-    plan = Plan(seed, num_faults, nodes, workers, in_flight, _faults(only), calm=calm, supervisor=supervisor)
+    drawn = _faults(only)
+    plan = Plan(seed, num_faults, nodes, workers, in_flight, drawn, calm=calm, supervisor=supervisor, shared=shared)
     try:
         cluster, _ = kafka_cluster(), checks_folder()
     except Missing as reason:

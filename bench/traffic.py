@@ -46,8 +46,11 @@ class Kind:
         return self.body.get("temperature") == 0 or "seed" in self.body
 
 
-def kinds(seed: int, number_of_kinds: int = NUM_KINDS) -> list[Kind]:
-    """Greedy and sampled, long and short, one choice and several, streamed and not, on their own and shared topics."""
+def kinds(seed: int, number_of_kinds: int = NUM_KINDS, *, shared: bool = False) -> list[Kind]:
+    """Greedy and sampled, long and short, one choice and several, streamed and not, on their own and shared topics.
+
+    shared: all on shared topics, each published once.
+    """
     rng = random.Random(seed)
     made = []
     for number in range(number_of_kinds):
@@ -82,6 +85,8 @@ def kinds(seed: int, number_of_kinds: int = NUM_KINDS) -> list[Kind]:
                 body |= {"stop": ["the", "a", "\n"], "ignore_eos": False}
             case 11:
                 body |= {"max_token": 3}  # misspelt: an error
+        if shared:
+            options = {"shared": True}
         made.append(Kind(number, body, **options))
     return made
 
