@@ -114,8 +114,8 @@ async def test_t15_an_end_that_was_written_but_not_marked_done():
 
 
 async def test_an_answer_on_a_shared_log_may_be_billed_twice_under_one_input():
-    """There a new owner cannot tell that an `end` was accepted, and answers again. Who bills takes the first record of an
-    `input`: that is what the caller has, whose reader takes the first `end`."""
+    """There a new owner cannot tell that an `end` was accepted, and answers again. Who bills takes the first record of
+    an `input`: that is what the caller has, whose reader takes the first `end`."""
     world = World()
     world.broker.create("replies.shared")
     world.publish("s", topic=False, headers=[("reply_to", b"replies.shared")], temperature=1.0)
