@@ -1,11 +1,15 @@
 """What lies beside the repository, in ../shared, and is not needed to run it: Apache Kafka, the independent checks."""
 
+import contextlib
 import importlib.util
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
@@ -25,9 +29,38 @@ def kafka_cluster() -> ModuleType:
     assert spec.loader is not None
     cluster = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(cluster)
+    cluster.free_port = free_port  # type: ignore[attr-defined]
     if reason := cluster.available():
         raise Missing(reason)
     return cluster
+
+
+def free_port() -> int:
+    """A port that no outgoing connection gets by chance: a broker that restarts must find it free.
+
+    A client that tries a port of the ephemeral range while nobody listens may even connect to itself there.
+    """
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    highest = int(ephemeral.read_text().split()[0]) if ephemeral.exists() else 32_768
+    while True:
+        port = random.SystemRandom().randrange(10_000, highest)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def prefer(cluster: Any) -> None:
+    """Its brokers have more of the processors than others, where we may say so.
+
+    A broker that a busy machine starves loses its sessions and its quorum, and is then what the measurement measures.
+    """
+    for node in cluster.nodes:
+        with contextlib.suppress(OSError):  # not root, or not running
+            os.setpriority(os.PRIO_PROCESS, node.process.pid, -10)
+            Path(f"/proc/{node.process.pid}/autogroup").write_text("-10")  # where it is on, nothing else counts
 
 
 def checks_folder() -> Path:

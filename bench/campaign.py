@@ -7,6 +7,7 @@ machine's. So a seed replays a campaign, not an interleaving.
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import tempfile
 import time
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import judge
+from bench.beside import prefer
 from bench.fleet import Fleet, Member, WorkerDied
 from bench.judge import Verdict
 from bench.traffic import LANES, NUM_KINDS, Kind, Sent, Traffic, kinds
 from schemas.connection import KafkaConnection
 from service.client import Client
-from service.errors import ServiceError
+from service.errors import BrokerUnavailable, ServiceError
 from service.topics import create_topics
 
 SESSION_TIMEOUT_S = 6.0
@@ -74,6 +76,7 @@ class Plan:
     faults: tuple[Fault, ...] = tuple(Fault)
     calm: bool = False
     supervisor: bool = True
+    shared: bool = False  # every request is answered on a shared reply topic
     num_kinds: int = NUM_KINDS
 
     def strikes(self) -> list[tuple[Fault, float]]:
@@ -99,6 +102,7 @@ class Plan:
         if self.faults != tuple(Fault):
             words.append(f"--only {','.join(fault.name.lower() for fault in self.faults)}")
         words += ["--calm"] * self.calm + ["--no-supervisor"] * (not self.supervisor)
+        words += ["--shared"] * self.shared
         return "python -m bench.faults " + " ".join(words)
 
 
@@ -145,6 +149,7 @@ class Report:
             "workers": self.plan.workers,
             "in_flight": self.plan.in_flight,
             "supervisor": self.plan.supervisor,
+            "shared": self.plan.shared,
             "replay": self.plan.replay,
             "seconds": round(self.seconds, 1),
             "struck": [fault.value for fault in self.struck],
@@ -169,7 +174,7 @@ class Campaign:
         self._reader = reader
         self._said = said
         self._rng = random.Random(f"{plan.seed}: where they strike")
-        self._kinds = kinds(plan.seed, plan.num_kinds)
+        self._kinds = kinds(plan.seed, plan.num_kinds, shared=plan.shared)
         self._connection = KafkaConnection(bootstrap=cluster.bootstrap)
         self._broker_fault = asyncio.Lock()  # one at a time
         self._adding = asyncio.Lock()
@@ -207,6 +212,8 @@ class Campaign:
             await asyncio.gather(*self._running, return_exceptions=True)
             await self._fleet.close()
             self.report.seconds = time.monotonic() - began
+            for node in self._cluster.nodes:
+                shutil.copy(node.log, folder)
         return self.report
 
     # The calm before
@@ -245,10 +252,14 @@ class Campaign:
             await asyncio.sleep(WARM_UP_S)
             for number, (fault, gap) in enumerate(self._plan.strikes(), 1):
                 await asyncio.sleep(gap)
+                while len(self._running) >= 2 * self._plan.workers:  # a busy machine: what struck is at work still
+                    await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+                    self._settle()
                 self._said(f"fault {number} of {self._plan.num_faults}: {fault.value}, {len(self._traffic.open)} open")
                 await self._strike(fault)
-                if load.done():
-                    await load
+                self._settle()
+                for failed in (t for t in (load, clients) if t.done()):
+                    failed.result()
             await asyncio.gather(*self._running)
             await self._restore()
         finally:
@@ -279,7 +290,12 @@ class Campaign:
             await task
             await self._wait_for_members(self._plan.workers)
             await self._until_resumed()
-        self._running = [t for t in self._running if not t.done() or t.exception() is not None]
+
+    def _settle(self) -> None:
+        """Takes out the faults that are over. Raises what one of them has raised."""
+        for over in [t for t in self._running if t.done()]:
+            self._running.remove(over)
+            over.result()
 
     async def _someone(self) -> Member:
         """An idle worker, as the seed would have it; waits until no more than one is missing."""
@@ -333,7 +349,9 @@ class Campaign:
                 await asyncio.to_thread(node.stop)
             await asyncio.sleep(self._rng.uniform(0, 4))
             node.start(wait=False)  # here: the broker ends with the thread that starts it
+            prefer(self._cluster)
             await asyncio.to_thread(node.wait)
+            await self._traffic.until_served()
 
     async def _slow_replies(self) -> None:
         async with self._broker_fault:
@@ -343,6 +361,7 @@ class Campaign:
                 await asyncio.sleep(self._rng.uniform(0.5, 2.5))
             finally:
                 node.thaw()
+            await self._traffic.until_served()
 
     async def _move_leaders(self) -> None:
         """Another preferred leader for every partition of lanes and groups, and an election."""
@@ -365,6 +384,7 @@ class Campaign:
             )
             for step in steps:
                 await asyncio.to_thread(self._cluster.tool, *step)
+            await self._traffic.until_served()
 
     async def _cancel(self) -> None:
         candidates = [s for s in self._traffic.open if s.cancelled_at is None and s.deadline is None]
@@ -411,6 +431,9 @@ class Campaign:
                     try:
                         completion = await client.complete(tier=rng.choice(LANES), **kind.body)
                     except (ServiceError, TimeoutError) as error:
+                        if isinstance(error, BrokerUnavailable) and self._broker_fault.locked():
+                            self.report.verdict.counts["calls of the client without a broker"] += 1
+                            continue  # a busy machine's broker may take longer to start than a client waits
                         self.report.verdict.add("calls of the client that failed", repr(error))
                         await asyncio.sleep(0.5)
                         continue

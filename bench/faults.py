@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.beside import Missing, checks_folder, kafka_cluster
+from bench.beside import Missing, checks_folder, kafka_cluster, prefer
 from bench.campaign import Campaign, Fault, Plan, Report
 from bench.judge import Verdict
 from schemas.command_help import Command
@@ -42,6 +42,9 @@ def faults(
     supervisor: Annotated[
         bool, typer.Option("--supervisor/--no-supervisor", help="Whether the workers have one.")
     ] = True,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Answer every request on one of two reply topics that all share.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything there.")] = None,
 ) -> None:
     """Serve under load while workers and brokers are killed, frozen, drained, added and removed; then judge.
@@ -56,7 +59,8 @@ def faults(
     The exit status is 1 when the verdict is bad; the command that replays it is printed.
     """
     console = Console(stderr=True)
-    plan = Plan(seed, num_faults, nodes, workers, in_flight, _faults(only), calm=calm, supervisor=supervisor)
+    drawn = _faults(only)
+    plan = Plan(seed, num_faults, nodes, workers, in_flight, drawn, calm=calm, supervisor=supervisor, shared=shared)
     try:
         cluster, _ = kafka_cluster(), checks_folder()
     except Missing as reason:
@@ -68,6 +72,7 @@ def faults(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     with cluster.Cluster(nodes=nodes) as kafka, console.status("starting") as status:
+        prefer(kafka)
 
         def said(what: str) -> None:
             status.update(what)

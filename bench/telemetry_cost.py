@@ -10,11 +10,12 @@ for work burn CPU. Run it on an idle machine.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from statistics import median
 from time import process_time
 from typing import Any
@@ -34,6 +35,7 @@ from worker.start import build
 from worker.telemetry import Telemetry
 from worker.tracing import Tracing
 from worker.transport.memory import MemoryBroker, MemoryRecord, MemorySink, MemorySource
+from worker.transport.protocols import ReplySink
 
 VARIANTS = ("off", "metrics", "dead")
 LANE = "prompts.standard"
@@ -77,6 +79,11 @@ class Bench:
             exporting.close()  # before the next run: what it has left is not that one's
         return took, self._runner.num_steps
 
+    @contextlib.asynccontextmanager
+    async def sink(self, broker: MemoryBroker) -> AsyncIterator[ReplySink]:
+        """Where the answers go."""
+        yield MemorySink(broker)
+
     async def _serve(
         self, engine: EngineLoop, telemetry: Telemetry, metrics: Any, num_requests: int, num_tokens: int
     ) -> None:
@@ -87,7 +94,7 @@ class Bench:
             broker.create(f"replies.r{i}")
             broker.topics[LANE][0].append(_request(i, num_tokens))
         source = MemorySource(broker, "standard", LANE)
-        async with asyncio.TaskGroup() as tasks:
+        async with self.sink(broker) as sink, asyncio.TaskGroup() as tasks:
             server = RequestServer(
                 ServerConfig(
                     worker="bench",
@@ -103,7 +110,7 @@ class Bench:
                 self._facts,
                 engine,
                 AdmissionGate(self._admission, engine.clock),
-                MeasuredSink(MemorySink(broker), metrics),
+                MeasuredSink(sink, metrics),
                 {"standard": source},
                 tasks,
                 telemetry=telemetry,

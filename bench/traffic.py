@@ -46,8 +46,11 @@ class Kind:
         return self.body.get("temperature") == 0 or "seed" in self.body
 
 
-def kinds(seed: int, number_of_kinds: int = NUM_KINDS) -> list[Kind]:
-    """Greedy and sampled, long and short, one choice and several, streamed and not, on their own and shared topics."""
+def kinds(seed: int, number_of_kinds: int = NUM_KINDS, *, shared: bool = False) -> list[Kind]:
+    """Greedy and sampled, long and short, one choice and several, streamed and not, on their own and shared topics.
+
+    shared: all on shared topics, each published once.
+    """
     rng = random.Random(seed)
     made = []
     for number in range(number_of_kinds):
@@ -82,6 +85,8 @@ def kinds(seed: int, number_of_kinds: int = NUM_KINDS) -> list[Kind]:
                 body |= {"stop": ["the", "a", "\n"], "ignore_eos": False}
             case 11:
                 body |= {"max_token": 3}  # misspelt: an error
+        if shared:
+            options = {"shared": True}
         made.append(Kind(number, body, **options))
     return made
 
@@ -130,7 +135,7 @@ class Traffic:
         self._new_stream = new_stream
         self._decode = decode
         self._shared_topics = list(shared_topics)
-        self._admin = TopicAdmin(connection, patience=120.0)
+        self._admin = TopicAdmin(connection, patience=600.0)
         self._producer: AIOKafkaProducer
         self._consumer: Any = None
         self._positions: dict[TopicPartition, int] = {}  # of what is read
@@ -235,6 +240,13 @@ class Traffic:
             except TimeoutError:
                 continue
             await asyncio.sleep(0.2)  # so that several are created in one call
+
+    async def until_served(self) -> None:
+        """Returns when the cluster creates topics and tells their leaders. Raises BrokerUnavailable."""
+        names = [f"served-{uuid.uuid4().hex}"]
+        await self._admin.create([TopicSpec(name) for name in names])
+        await self._admin.wait_for_leaders(names)
+        await self._admin.delete(names)
 
     async def delete_topics(self) -> None:
         """As a careful caller does at the end."""

@@ -42,27 +42,27 @@ class KafkaConnection(BaseModel):
             if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
                 raise ValueError(f"bootstrap must be host:port, or several with commas; {server.strip()!r} is neither")
         has_sasl = any(value is not None for value in (self.sasl_mechanism, self.sasl_username, self.sasl_password))
-        if self._uses_sasl and (self.sasl_username is None or self.sasl_password is None):
+        if self.uses_sasl and (self.sasl_username is None or self.sasl_password is None):
             raise ValueError(f"{self.security_protocol} needs sasl_username and sasl_password")
-        if has_sasl and not self._uses_sasl:
+        if has_sasl and not self.uses_sasl:
             raise ValueError("set security_protocol to SASL_SSL or SASL_PLAINTEXT to use the sasl_* settings")
-        if not self._uses_tls and any((self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile)):
+        if not self.uses_tls and any((self.ssl_cafile, self.ssl_certfile, self.ssl_keyfile)):
             raise ValueError("set security_protocol to SSL or SASL_SSL to use the ssl_* settings")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
         return self
 
     @property
-    def _uses_sasl(self) -> bool:
+    def uses_sasl(self) -> bool:
         return self.security_protocol.startswith("SASL_")
 
     @property
-    def _uses_tls(self) -> bool:
+    def uses_tls(self) -> bool:
         return self.security_protocol.endswith("SSL")
 
     def tls_files(self) -> dict[str, Any] | None:
         """What `schemas.tls.client_context` needs; None without TLS."""
-        if not self._uses_tls:
+        if not self.uses_tls:
             return None
         return {
             "cafile": self.ssl_cafile,
@@ -83,7 +83,7 @@ class KafkaConnection(BaseModel):
             "bootstrap_servers": [server.strip() for server in self.bootstrap.split(",")],
             "security_protocol": self.security_protocol,
         }
-        if self._uses_sasl and self.sasl_password is not None:
+        if self.uses_sasl and self.sasl_password is not None:
             options["sasl_mechanism"] = self.sasl_mechanism or "PLAIN"
             options["sasl_plain_username"] = self.sasl_username
             options["sasl_plain_password"] = self.sasl_password.get_secret_value()

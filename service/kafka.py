@@ -5,9 +5,8 @@ Written against aiokafka 0.14; everything that leans on its internals says so.
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,6 +25,7 @@ from aiokafka.errors import (
 
 from schemas import connection as settings
 from schemas.connection import KafkaConnection
+from schemas.reachability import why_unreachable
 from service.errors import BrokerUnavailable, NotAuthorized, TopicsFailed
 
 log = structlog.get_logger(__name__)
@@ -39,38 +39,21 @@ _NOT_AUTHORIZED = "not authorised"
 _FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.02, 1.0
 
 
-async def connect(client: AIOKafkaAdminClient | AIOKafkaConsumer | AIOKafkaProducer, bootstrap: str) -> None:
+async def connect(
+    client: AIOKafkaAdminClient | AIOKafkaConsumer | AIOKafkaProducer, connection: KafkaConnection
+) -> None:
     """Starts a client. Raises BrokerUnavailable with the cause, also when nothing has answered after CONNECT_S."""
-    with _explained(bootstrap):
-        async with asyncio.timeout(settings.CONNECT_S):
-            await client.start()
+    async with explained(connection), asyncio.timeout(settings.CONNECT_S):
+        await client.start()
 
 
-@contextlib.contextmanager
-def _explained(bootstrap: str) -> Iterator[None]:
-    """Turns a failed connection into BrokerUnavailable with its cause.
-
-    A refused port, a wrong password and an untrusted certificate raise one error in aiokafka; only its log differs.
-    """
-    causes = _LastMessage()
-    logger = logging.getLogger("aiokafka")
-    logger.addHandler(causes)
+@contextlib.asynccontextmanager
+async def explained(connection: KafkaConnection) -> AsyncIterator[None]:
+    """Turns a failed connection into BrokerUnavailable with its cause."""
     try:
         yield
     except (KafkaConnectionError, TimeoutError) as error:
-        cause = causes.message.partition('": ')[2] or causes.message or str(error) or "no answer"
-        raise BrokerUnavailable(f"no Kafka at {bootstrap}: {cause}") from error
-    finally:
-        logger.removeHandler(causes)
-
-
-class _LastMessage(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.message = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.message = record.getMessage()
+        raise BrokerUnavailable(f"no Kafka at {connection.bootstrap}: {await why_unreachable(connection)}") from error
 
 
 async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafkaProducer:
@@ -82,7 +65,7 @@ async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafk
     for idempotent in (True, False):
         producer = AIOKafkaProducer(acks="all", enable_idempotence=idempotent, **options)
         try:
-            await connect(producer, connection.bootstrap)
+            await connect(producer, connection)
         except ClusterAuthorizationFailedError as error:  # who may write to one topic may also be idempotent
             await producer.stop()
             raise NotAuthorized(f"this user may write to no topic at {connection.bootstrap}") from error
@@ -130,6 +113,7 @@ class TopicAdmin:
     """Creates, deletes and looks at topics: many in one call, and again while the cluster says 'not now'."""
 
     def __init__(self, connection: KafkaConnection, *, patience: float = 30.0) -> None:
+        self._connection = connection
         self._bootstrap = connection.bootstrap
         self._options = connection.client_options()
         self._patience = patience  # seconds after which a retriable error is final
@@ -140,7 +124,7 @@ class TopicAdmin:
         # An admin client of 0.14 refreshes the metadata of all topics; what we ask for refreshes itself on errors.
         self._client = AIOKafkaAdminClient(**self._options, retry_backoff_ms=20, metadata_max_age_ms=_HOUR_MS)
         try:
-            await connect(self._client, self._bootstrap)
+            await connect(self._client, self._connection)
         except BaseException:
             await self.close()
             raise

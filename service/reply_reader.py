@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError, OffsetOutOfRangeError, TopicAuthorizationFailedError
 
 from schemas.connection import KafkaConnection
 from schemas.errors import ProtocolError
+from schemas.log_consumer import LogConsumer
 from schemas.records import ReplyRecord, Tokens, decode_reply
 from schemas.reply_log import ReplyLog
 from service.errors import ReplyTopicDeleted, ServiceError, StreamBroken
@@ -115,14 +116,14 @@ class ReplyReader:
 
     async def start(self) -> None:
         """Connects. Raises BrokerUnavailable."""
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = LogConsumer(
             **self._connection.client_options(),
             enable_auto_commit=False,
             auto_offset_reset="none",  # a log that no longer has the next record is an error, not a new beginning
             fetch_max_wait_ms=_FETCH_MAX_WAIT_MS,
         )
         try:
-            await connect(self._consumer, self._connection.bootstrap)
+            await connect(self._consumer, self._connection)
         except BaseException:
             await self._consumer.stop()
             raise
@@ -180,9 +181,7 @@ class ReplyReader:
             while not self._closing:
                 for partition, records in (await self._poll()).items():
                     self._deliver(partition.topic, records)
-                fetching = self._consumer._fetcher.error_future
-                if fetching.done():  # 0.14: polls would find nothing for ever
-                    fetching.result()
+                if self._consumer.has_died:
                     break
         except Exception as error:
             self._fail(StreamBroken(f"the reply reader has died: {error!r}"))

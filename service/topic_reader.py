@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocol
@@ -23,6 +23,7 @@ from aiokafka.errors import (
 from aiokafka.structs import OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
+from schemas.log_consumer import LogConsumer
 from service.errors import BrokerUnavailable, NotAuthorized
 from service.kafka import connect
 
@@ -52,17 +53,18 @@ class TopicReader:
     """
 
     def __init__(self, connection: KafkaConnection) -> None:
+        self._connection = connection
         self._bootstrap = connection.bootstrap
         options = connection.client_options()
         self._admin = AIOKafkaAdminClient(**options)
-        self._consumer = AIOKafkaConsumer(
+        self._consumer = LogConsumer(
             **options, enable_auto_commit=False, auto_offset_reset="none", fetch_max_wait_ms=50
         )
 
     async def __aenter__(self) -> Self:
         try:
-            await connect(self._admin, self._bootstrap)
-            await connect(self._consumer, self._bootstrap)
+            await connect(self._admin, self._connection)
+            await connect(self._consumer, self._connection)
         except BaseException:
             await self._close()
             raise

@@ -27,6 +27,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "T4": (
         "transport/test_kafka_lane.py::test_t04_a_fetching_task_that_ends_is_noticed",
+        "schemas/test_log_consumer.py::test_a_task_that_has_ended_is_noticed",
         "service/test_client.py::test_death_of_the_fetching_task_is_noticed",
     ),
     "T5": ("transport/test_kafka_lane.py::test_t05_no_commit_between_revocation_and_assignment",),
@@ -102,7 +103,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "T29": (
         "contract/test_replies.py::test_t29_the_producer_keeps_no_ended_topics",
+        "contract/test_replies.py::test_t29_a_log_goes_on_under_another_producer",
         "transport/test_kafka_replies.py::test_t29_an_ended_topic_is_forgotten",
+        "transport/test_kafka_connections.py::test_t29_what_a_producer_remembers_is_bounded",
         "transport/test_kafka_connections.py::test_t29_a_broker_that_creates_topics_is_warned_of",
     ),
     "T30": (

@@ -289,8 +289,8 @@ def _connections(config: WorkerConfig) -> KafkaConnections:
 async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> dict[str, int]:
     """How many partitions each topic has. Raises KafkaUnavailable for those that are missing."""
     needed = [*config.lanes.values(), config.control_topic, config.dlq_topic, config.usage_topic]
-    counts = await asyncio.gather(*map(connections.partitions_of, needed))
-    missing = [topic for topic, count in zip(needed, counts, strict=True) if not count]
+    counts = await connections.count_partitions(needed)
+    missing = [topic for topic, count in counts.items() if not count]
     if missing:
         command = f"carousel topics create --bootstrap {config.bootstrap}"
         if config.lane_prefix != DEFAULT_LANE_PREFIX:
@@ -298,7 +298,7 @@ async def _check_topics(config: WorkerConfig, connections: KafkaConnections) -> 
         if list(config.tiers) != list(DEFAULT_TIERS):
             command += "".join(f" --tier {name}" for name in config.tiers)
         raise KafkaUnavailable(f"these topics do not exist: {', '.join(missing)}. Create them with: {command}")
-    return dict(zip(needed, counts, strict=True))
+    return counts
 
 
 async def run_until_signal(worker: Worker, link: SupervisorLink | None = None) -> None:

@@ -33,7 +33,14 @@ from worker.reply_progress import ReplyProgress
 from worker.side_topics import SideTopics
 from worker.telemetry import Telemetry
 from worker.transport.attempt import Attempt, Verdict
-from worker.transport.protocols import Delivery, RecordTooLarge, ReplySink, ReplyTopicGone, RequestSource
+from worker.transport.protocols import (
+    Delivery,
+    RecordTooLarge,
+    ReplySink,
+    ReplyTopicGone,
+    ReplyUnauthorised,
+    RequestSource,
+)
 
 MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
@@ -218,6 +225,10 @@ class RequestServer:
             outcome = await self._answer(call)
         except ReplyTopicGone:
             outcome = Outcome.UNDELIVERABLE
+        except ReplyUnauthorised as e:
+            message = f"this worker may not use the reply topic {e}"
+            await self._side.bury(call.delivery, call.trace, "reply_unauthorised", message)
+            return Outcome.DEAD_LETTER
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
                 await self._side.bury(

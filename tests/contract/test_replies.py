@@ -149,6 +149,34 @@ async def test_t29_the_producer_keeps_no_ended_topics(
     assert not [topic for topic in connections.producer.client._topics if topic.startswith("replies.")]
 
 
+async def test_a_forgotten_log_is_begun_again(cluster: Cluster, replies: KafkaReplies):
+    """A partition that was lost comes back: its requests' logs, forgotten meanwhile, are gone on with at the next
+    offset, not at that of an old record for whose double the broker could take a new one."""
+    to = await located(cluster, replies)
+    assert await append(replies, to, BEGIN, tokens(0, 0, 5)) == [0, 1]
+    replies.forget(to)
+    assert await replies.locate(to) == to
+    assert await append(replies, to, BEGIN, tokens(2, 1, 6), end(2)) == [2, 3, 4]
+    assert (await replies.read(to, 0, 4)).token_ids == {0: [5, 6]}
+
+
+async def test_t29_a_log_goes_on_under_another_producer(
+    cluster: Cluster, connections: KafkaConnections, replies: KafkaReplies, monkeypatch: pytest.MonkeyPatch
+):
+    """Producers are renewed because they remember every log: one that is being written to has every record once."""
+    monkeypatch.setattr("worker.transport.kafka_connections.MAX_SEQUENCES", 3)
+    long, first = await located(cluster, replies), connections.producer
+    sent = await append(replies, long, BEGIN)
+    for number in range(6):
+        short = await located(cluster, replies)
+        assert await append(replies, short, BEGIN, end(0)) == [0, 1]
+        replies.forget(short)
+        sent += await append(replies, long, tokens(0, number, number))
+    assert sent == list(range(7))
+    assert (await replies.read(long, 0, 6)).token_ids == {0: list(range(6))}
+    assert connections.producer is not first or not connections.idempotent
+
+
 async def test_dead_letters_without_anything(cluster: Cluster, replies: KafkaReplies):
     """A record without key and value, and one that is too large, can be put on the DLQ."""
     topic = fresh("dlq")

@@ -115,6 +115,66 @@ async def send_compressed(producer: Producer, bootstrap: str) -> None:
     assert [len(s.token_ids[0]) for s in streams.values()] == [3] * 4
 
 
+# The same trick, on any topic: one record whose header's name is no text.
+BAD_CONTROL = """
+import asyncio, sys
+from aiokafka import AIOKafkaProducer
+class Name(str):
+    def encode(self, *_): return b"\\xff\\xfe"
+async def main(bootstrap, *topics):
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap) as producer:
+        for topic in topics:
+            await producer.send_and_wait(topic, b"x", partition=0, headers=[(Name("x"), b"1")])
+asyncio.run(main(*sys.argv[1:]))
+"""
+BOMBS = {"gzip": 64, "lz4": 64, "zstd": 200, "snappy": 14}  # MiB that fit into a record as Kafka takes it
+
+
+@pytest.mark.kafka
+@pytest.mark.shared
+async def test_what_cannot_be_read_stops_nobody(kafka: Any, checks: Path, tmp_path: Path):
+    """Records that our library cannot read on the control topic and in a reply log, and such as are many megabytes
+    when decompressed, on a lane and on the control topic: cancels are heard, requests answered, memory is bounded."""
+    async with producing(kafka.bootstrap, "bombs.", partitions=1) as producer:
+        log = tmp_path / "worker.log"
+        with WorkerProcess(kafka.bootstrap, log, "--lane-prefix", "bombs.", "--drain-timeout", "5") as worker:
+            await assert_serves(producer, kafka.bootstrap)
+            before = resident_mb(worker.pid)
+            own = await producer.reply_topic(request_id := uuid.uuid4().hex)
+            code = [sys.executable, "-c", BAD_CONTROL, kafka.bootstrap, "bombs.control", own]
+            subprocess.run(code, check=True, timeout=60, env=os.environ | {"AIOKAFKA_NO_EXTENSIONS": "1"})
+            for codec, megabytes in BOMBS.items():
+                async with AIOKafkaProducer(
+                    bootstrap_servers=kafka.bootstrap, compression_type=codec, max_request_size=2**30
+                ) as raw:
+                    for topic in ("bombs.standard", "bombs.control"):
+                        await raw.send_and_wait(topic, bytes(megabytes * 2**20))
+            headers = [("correlation_id", request_id.encode()), ("reply_to", own.encode())]
+            async with AIOKafkaProducer(bootstrap_servers=kafka.bootstrap) as raw:
+                await raw.send_and_wait(
+                    "bombs.standard", msgpack.packb({"prompt": "x", "max_tokens": 3}), headers=headers
+                )
+                long = await producer.ask("batch", max_tokens=4000)
+                name = long.removeprefix("replies.")
+                await raw.send_and_wait("bombs.control", msgpack.packb({"op": "cancel", "correlation_id": name}))
+            streams = await read_all(kafka.bootstrap, [long], timeout=60)
+            assert streams[long].end is not None
+            assert streams[long].end["finish_reason"] == "cancelled"
+            await assert_serves(producer, kafka.bootstrap)
+            assert resident_mb(worker.pid, "VmHWM") - before < 200
+            assert worker.stop(timeout=30) == 0
+        lines = worker.logged("request.finished")
+        assert [line for line in lines if line["correlation_id"] == request_id and line["outcome"] == "answered"]
+        assert len(worker.logged("request.dead_letter")) >= len(BOMBS)
+        assert "Traceback" not in log.read_text()
+
+
+def resident_mb(pid: int, field: str = "VmRSS") -> float:
+    """VmHWM: the most that it ever was."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields[field].split()[0]) / 1024
+
+
 @pytest.mark.kafka
 @pytest.mark.shared
 async def test_a_reply_topic_deleted_under_a_running_request(kafka: Any, checks: Path, tmp_path: Path):

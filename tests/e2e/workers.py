@@ -19,7 +19,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from schemas.connection import KafkaConnection
 from service.topics import create_topics
 
-READY_S = 240
+READY_S = 240  # a busy machine takes a minute to import torch
 
 
 class WorkerProcess:

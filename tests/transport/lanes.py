@@ -33,7 +33,7 @@ class FakeConsumer:
         self._paused: set[TopicPartition] = set()
         self._group_id = "group"
         self._coordinator = SimpleNamespace(member_id="member-1")
-        self._fetcher = SimpleNamespace(error_future=asyncio.get_running_loop().create_future())
+        self.has_died = False
 
     def subscribe(self, topics: list[str], listener: Any) -> None:
         self.listener = listener

@@ -1,16 +1,24 @@
 """What the worker makes of a cluster's answers, with an admin client of the test's own making."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 from aiokafka import TopicPartition
-from aiokafka.errors import CoordinatorNotAvailableError, GroupLoadInProgressError, NotCoordinatorForGroupError
-from aiokafka.structs import OffsetAndMetadata
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.errors import (
+    CoordinatorNotAvailableError,
+    GroupLoadInProgressError,
+    NotCoordinatorForGroupError,
+    TopicAuthorizationFailedError,
+)
+from aiokafka.producer.transaction_manager import TransactionManager
+from aiokafka.structs import BrokerMetadata, OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
-from worker.transport.kafka_connections import KafkaConnections
+from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 
 P0, P1 = TopicPartition("prompts.standard", 0), TopicPartition("prompts.standard", 1)
 
@@ -60,7 +68,7 @@ class Consumer:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> KafkaConnections:
     """Connections that make such consumers."""
-    monkeypatch.setattr("worker.transport.kafka_connections.AIOKafkaConsumer", Consumer)
+    monkeypatch.setattr("worker.transport.kafka_connections.LogConsumer", Consumer)
     return connections()
 
 
@@ -100,3 +108,83 @@ async def test_t29_a_broker_that_creates_topics_is_warned_of(made: KafkaConnecti
     with structlog.testing.capture_logs() as logs:
         await made._warn_of_auto_creation()
     assert [entry["event"] for entry in logs] == ["kafka.auto_creates_topics"] * (value == "true")
+
+
+class Cluster:
+    """An admin client that answers questions about topics, and a producer with aiokafka's own state."""
+
+    def __init__(self, made: KafkaConnections) -> None:
+        self.answers: dict[str, dict[str, Any]] = {}
+        self.metadata = ClusterMetadata()
+        self.metadata._brokers = {1: BrokerMetadata(1, "h", 1, None)}
+        self.manager = TransactionManager(None, 60_000)
+        client = SimpleNamespace(cluster=self.metadata, _topics=set())
+        made.producer = SimpleNamespace(client=client, _txn_manager=self.manager)
+        made.admin = SimpleNamespace(_client=SimpleNamespace(send=self.send, get_random_node=lambda: 1))
+
+    async def send(self, _node: int, request: Any) -> Any:
+        topics = [self.answers.get(name, topic(name, error_code=3, leaders=())) for name in request._topics or ()]
+        return SimpleNamespace(to_object=lambda: {"topics": topics})
+
+
+def topic(name: str, *, error_code: int = 0, leaders: tuple[int, ...] = (1,)) -> dict[str, Any]:
+    fields = {"error_code": 0, "replicas": [1], "isr": [1]}
+    partitions = [{"partition": number, "leader": leader} | fields for number, leader in enumerate(leaders)]
+    return {"topic": name, "error_code": error_code, "partitions": partitions}
+
+
+@pytest.fixture
+async def cluster(made: KafkaConnections) -> Cluster:
+    return Cluster(made)
+
+
+async def test_what_is_known_of_a_topic_spares_the_producer_its_question(made: KafkaConnections, cluster: Cluster):
+    """Its first record goes straight to the leader; a topic without one, or with an unknown one, it asks about."""
+    cluster.answers = {name: topic(name, leaders=(leader,)) for name, leader in (("a", 1), ("b", -1), ("c", 9))}
+    assert [await made.partitions_of(name) for name in ("a", "b", "c", "gone")] == [1, 1, 1, 0]
+    assert cluster.metadata.leader_for_partition(TopicPartition("a", 0)) == 1
+    assert cluster.metadata.topics() == {"a"}
+
+
+async def test_t29_what_a_producer_remembers_is_bounded(
+    made: KafkaConnections, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    """Ten thousand logs that are over leave no metadata; their sequence numbers go with the producer, in time."""
+    replaced: list[Any] = []
+
+    async def start() -> Any:
+        return SimpleNamespace(client=made.producer.client, _txn_manager=TransactionManager(None, 60_000))
+
+    async def stop() -> None:
+        replaced.append(1)
+
+    monkeypatch.setattr(made, "_start_producer", start)
+    monkeypatch.setattr("worker.transport.kafka_connections.MAX_SEQUENCES", 1000)
+    made.producer.stop = stop
+    for number in range(10_000):
+        name = f"replies.{number}"
+        cluster.answers = {name: topic(name)}
+        await made.partitions_of(name)
+        made.remember_topic(name)
+        made.producer._txn_manager.increment_sequence_number(TopicPartition(name, 0), 1)
+        made.forget_topic(name)
+        await asyncio.sleep(0)
+        if made._stopping:
+            made.producer.stop = stop
+            await asyncio.gather(*made._stopping)
+            made._stopping.clear()
+    assert 8 <= len(replaced) <= 10
+    assert made.num_sequences <= 1001
+    assert made.num_producer_topics == 0
+    assert not cluster.metadata._partitions
+    assert not any(cluster.metadata._broker_partitions.values())
+
+
+async def test_a_topic_that_this_user_may_not_see_is_not_taken_for_missing(made: KafkaConnections, cluster: Cluster):
+    """Of a reply topic that is the caller's affair; of one that the worker needs it is a sentence at start."""
+    cluster.answers = {"secret": topic("secret", error_code=29, leaders=()), "open": topic("open")}
+    with pytest.raises(TopicAuthorizationFailedError):
+        await made.partitions_of("secret")
+    with pytest.raises(KafkaUnavailable, match=r"may not use the topic .*secret.*docs/security.md"):
+        await made.count_partitions(["open", "secret"])
+    assert await made.count_partitions(["open", "gone"]) == {"open": 1, "gone": 0}

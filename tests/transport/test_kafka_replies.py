@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
+from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber, TopicAuthorizationFailedError
 
 from schemas.codec import ContentType
 from schemas.headers import ReplyAddress
@@ -13,7 +13,7 @@ from schemas.reasons import FinishReason
 from schemas.records import End
 from worker.transport import kafka_replies
 from worker.transport.kafka_replies import KafkaReplies
-from worker.transport.protocols import RecordTooLarge, ReplyTopicGone
+from worker.transport.protocols import RecordTooLarge, ReplyTopicGone, ReplyUnauthorised
 
 AN_END = End(attempt=-1, finish_reason=FinishReason.STOP)
 
@@ -181,3 +181,25 @@ async def test_t19_a_record_too_large_is_not_sent(connections: FakeConnections, 
         await asyncio.sleep(0)
     connections.acknowledge()
     assert await publishing
+
+
+async def test_a_reply_topic_that_the_worker_may_not_use(connections: FakeConnections, replies: KafkaReplies):
+    """Trying again cannot help: whoever serves the request hears of it. A record of the DLQ is then not done."""
+
+    async def refuse(topic: str) -> int:
+        raise TopicAuthorizationFailedError(topic)
+
+    task = await sending(connections, replies, address())
+    connections.sends[-1][1].set_exception(TopicAuthorizationFailedError("replies.a"))
+    with pytest.raises(ReplyUnauthorised):
+        await task
+    publishing = asyncio.create_task(replies.publish("usage", None, b"x", []))
+    while len(connections.sends) < 2:
+        await asyncio.sleep(0)
+    connections.sends[-1][1].set_exception(TopicAuthorizationFailedError("usage"))
+    assert await publishing is False
+    connections.partitions_of = refuse  # type: ignore[method-assign]
+    with pytest.raises(ReplyUnauthorised):
+        await replies.locate(address())
+    with pytest.raises(ReplyUnauthorised):
+        await replies.read(address(), 0, None)

@@ -3,11 +3,13 @@
 import asyncio
 import threading
 
+import msgpack
 import pytest
 from pydantic import ValidationError
 
 from schemas.reasons import FinishReason
 from schemas.records import Begin, Cancel, End, Tokens
+from schemas.reply_log import ReplyLog
 from tests.worker.world import World
 from worker import loop
 from worker.config import WorkerConfig
@@ -109,6 +111,29 @@ async def test_t15_an_end_that_was_written_but_not_marked_done():
     assert world.source.tracker.position == 1
     assert len(world.broker.topics["usage"][0]) == 2  # at least once: deduplicated by `input`
     assert len({r.value for r in world.broker.topics["usage"][0]}) <= 2
+
+
+async def test_an_answer_on_a_shared_log_may_be_billed_twice_under_one_input():
+    """There a new owner cannot tell that an `end` was accepted, and answers again. Who bills takes the first record of
+    an `input`: that is what the caller has, whose reader takes the first `end`."""
+    world = World()
+    world.broker.create("replies.shared")
+    world.publish("s", topic=False, headers=[("reply_to", b"replies.shared")], temperature=1.0)
+    for name in ("w1", "w2"):
+        async with world.worker(name) as server:
+            await world.serve(server)
+        world.source.tracker = type(world.source.tracker)(0)
+    log = ReplyLog()
+    for offset, record in world.records("replies.shared"):
+        log.feed(offset, record)
+    first, second = (msgpack.unpackb(record.value) for record in world.broker.topics["usage"][0])
+    assert first["input"] == second["input"]
+    assert log.end is not None
+    assert log.end.usage is not None
+    assert log.begin is not None
+    assert log.begin.worker == "w1"
+    assert first["total_ms"] == log.end.timing.total_ms
+    assert first["completion_tokens"] == log.end.usage.completion_tokens == len(log.token_ids[0])
 
 
 async def test_t32_a_deadline_is_never_moved():

@@ -7,10 +7,12 @@ import random
 import msgpack
 import pytest
 
+from schemas.headers import ReplyAddress
 from schemas.reasons import FinishReason
 from schemas.records import Begin, Cancel, End, Tokens
 from tests.worker.world import LANE, World
-from worker.transport.memory import Fate, MemoryRecord
+from worker.transport.memory import Fate, MemoryRecord, MemorySink
+from worker.transport.protocols import ReplyUnauthorised
 
 
 async def answered(world: World, request_id: str = "a", **body: object):
@@ -128,6 +130,27 @@ async def test_a_caller_who_is_gone_costs_no_model_time():
     assert world.source.tracker.position == 1
     assert world.steps == []
     assert world.broker.topics["prompts.dlq"][0] == []
+
+
+async def test_a_reply_topic_that_may_not_be_used_is_buried(monkeypatch: pytest.MonkeyPatch):
+    """The caller cannot be told, and trying again would never end: the record is on the DLQ, and the next is served."""
+    world = World()
+    world.publish("a")
+    world.publish("b", max_tokens=2)
+    locate = MemorySink.locate
+
+    async def refuse(self: MemorySink, address: ReplyAddress) -> ReplyAddress | None:
+        if address.topic == "replies.a":
+            raise ReplyUnauthorised(address.topic)
+        return await locate(self, address)
+
+    monkeypatch.setattr(MemorySink, "locate", refuse)
+    async with world.worker() as server:
+        await world.serve(server)
+    (buried,) = world.broker.topics["prompts.dlq"][0]
+    assert dict(buried.headers)["dlq_reason"] == b"reply_unauthorised"
+    assert world.source.tracker.position == 2
+    assert world.answer("b").ended
 
 
 async def test_no_reply_topic_and_no_default_is_buried():

@@ -9,32 +9,33 @@ import logging
 from typing import Any, Self
 
 import structlog
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import (
+    ClusterAuthorizationFailedError,
     CoordinatorNotAvailableError,
     KafkaConnectionError,
     KafkaError,
-    LeaderNotAvailableError,
+    TopicAuthorizationFailedError,
     UnknownError,
     UnknownTopicOrPartitionError,
     for_code,
 )
 from aiokafka.protocol.commit import OffsetFetchRequest
-from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
-from aiokafka.structs import OffsetAndMetadata
+from aiokafka.structs import OffsetAndMetadata, PartitionMetadata
 
 from schemas import connection as settings
 from schemas.connection import KafkaConnection
+from schemas.log_consumer import LogConsumer
+from schemas.reachability import why_unreachable
 
-UNKNOWN_TOPIC_OR_PARTITION = 3
 STOP_S = 5.0
 REACH_S = 5.0
 EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
-RAW_FETCH_BYTES, RAW_FETCH_MS = 2**20, 100
+MAX_SEQUENCES = 20_000  # logs that one producer writes to, about 300 bytes each; then another takes its place
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
 
@@ -56,6 +57,7 @@ class KafkaConnections:
         rebalance_timeout_ms: int,
     ) -> None:
         self.options = {**connection.client_options(), "client_id": client_id}
+        self._connection = connection
         self._bootstrap = connection.bootstrap
         self._request_timeout_ms = request_timeout_ms
         self._session_timeout_ms = session_timeout_ms
@@ -63,6 +65,7 @@ class KafkaConnections:
         self._topic_queries: dict[str, asyncio.Future[int]] = {}
         self._query_task: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
         self._stopping: list[asyncio.Task[None]] = []
         self.idempotent = True
         self.admin: AIOKafkaAdminClient
@@ -77,17 +80,20 @@ class KafkaConnections:
             self.producer = await self._start_producer()
         except (KafkaConnectionError, TimeoutError) as e:
             await self.admin.close()
-            cause = str(e) or "it does not answer"
+            why = await why_unreachable(self._connection)
             raise KafkaUnavailable(
-                f"cannot reach Kafka at {self._bootstrap}: {cause}. Is a broker running there (`carousel broker` "
-                "starts one for first steps), and do the security settings fit it?"
+                f"no Kafka at {self._bootstrap}: {why} (`carousel broker` starts one for first steps)"
             ) from e
+        except ClusterAuthorizationFailedError as e:  # who may write to one topic may also be idempotent
+            await self.admin.close()
+            raise KafkaUnavailable(f"this user may write to no topic at {self._bootstrap}") from e
         await self._warn_of_auto_creation()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._query_task is not None:
-            self._query_task.cancel()
+        for task in (self._query_task, self._renewing):
+            if task is not None:
+                task.cancel()
         # An idempotent producer of aiokafka 0.14 never gives a record up: without its broker `stop` waits for ever.
         stopping = [*self._stopping, asyncio.create_task(self.producer.stop(), name="producer stop")]
         if (await asyncio.wait(stopping, timeout=STOP_S))[1]:
@@ -141,9 +147,9 @@ class KafkaConnections:
         await producer.start()
         return producer
 
-    def consumer(self, **options: Any) -> AIOKafkaConsumer:
+    def consumer(self, **options: Any) -> LogConsumer:
         """A consumer without a group, for `assign`. The caller starts and stops it."""
-        return AIOKafkaConsumer(
+        return LogConsumer(
             **self.options,
             enable_auto_commit=False,
             auto_offset_reset="earliest",
@@ -151,14 +157,14 @@ class KafkaConnections:
             **options,
         )
 
-    def lane_consumer(self, group: str, client_id: str) -> AIOKafkaConsumer:
+    def lane_consumer(self, group: str, client_id: str) -> LogConsumer:
         """A member of a lane's group. The caller subscribes, starts and stops it."""
         # The assignor keeps its last assignment in class attributes: lanes in one process must not share them.
         assignor = type("LaneStickyPartitionAssignor", (StickyPartitionAssignor,), {})
         rebalance_timeout_ms = self._rebalance_timeout_ms
         if not self.idempotent:
             rebalance_timeout_ms = min(rebalance_timeout_ms, EMBEDDED_REBALANCE_MS)
-        return AIOKafkaConsumer(
+        return LogConsumer(
             **(self.options | {"client_id": client_id}),
             group_id=group,
             enable_auto_commit=False,
@@ -209,7 +215,8 @@ class KafkaConnections:
         return committed
 
     async def partitions_of(self, topic: str) -> int:
-        """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError.
+        """How many partitions a topic has; 0 when it does not exist. Asking never creates it. Raises KafkaError,
+        TopicAuthorizationFailedError where this user may not know.
 
         Questions that come while one is on its way share the next request.
         """
@@ -220,32 +227,66 @@ class KafkaConnections:
                 self._query_task = asyncio.create_task(self._answer_topic_queries(), name="topic queries")
         return await asyncio.shield(future)
 
+    async def count_partitions(self, topics: list[str]) -> dict[str, int]:
+        """The partitions of topics that the worker needs, as `partitions_of`. Raises KafkaUnavailable."""
+        try:
+            return dict(zip(topics, await asyncio.gather(*map(self.partitions_of, topics)), strict=True))
+        except TopicAuthorizationFailedError as e:
+            raise KafkaUnavailable(f"this user may not use the topic {e} (docs/security.md lists the rights)") from e
+
     async def _answer_topic_queries(self) -> None:
         await asyncio.sleep(0)  # let the requests of one batch of deliveries gather
         while self._topic_queries:
             asked, self._topic_queries = self._topic_queries, {}
             try:
                 found = await self._describe(list(asked))
-            except (KafkaError, OSError) as e:
+            except Exception as e:  # whatever it is, nobody may wait for an answer for ever
                 for future in asked.values():
-                    future.set_exception(e if isinstance(e, KafkaError) else KafkaConnectionError(str(e)))
+                    future.set_exception(e if isinstance(e, KafkaError) else KafkaConnectionError(repr(e)))
                     future.exception()  # somebody may have stopped waiting
                 continue
             for topic, future in asked.items():
-                future.set_result(found[topic])
+                count = found[topic]
+                if count is None:
+                    future.set_exception(TopicAuthorizationFailedError(topic))
+                    future.exception()
+                else:
+                    future.set_result(count)
 
-    async def _describe(self, topics: list[str]) -> dict[str, int]:
+    async def _describe(self, topics: list[str]) -> dict[str, int | None]:
+        """Partitions of each topic; None: this user may not know."""
         # Only UNKNOWN_TOPIC_OR_PARTITION means that a topic does not exist; whatever else goes wrong passes with time.
         client = self.admin._client
         node = client.get_random_node()
         if node is None:
             raise KafkaConnectionError("no broker is known")
         response = await client.send(node, MetadataRequest(topics, allow_auto_topic_creation=False))
-        found = {}
+        found: dict[str, int | None] = {}
         for topic in response.to_object()["topics"]:
-            missing = topic["error_code"] == UNKNOWN_TOPIC_OR_PARTITION
-            found[topic["topic"]] = 0 if missing else max(1, len(topic["partitions"]))
+            self._tell_producer(topic)
+            match topic["error_code"]:
+                case UnknownTopicOrPartitionError.errno:
+                    count: int | None = 0
+                case TopicAuthorizationFailedError.errno:
+                    count = None
+                case _:
+                    count = max(1, len(topic["partitions"]))
+            found[topic["topic"]] = count
         return found
+
+    def _tell_producer(self, topic: dict[str, Any]) -> None:
+        """What was asked about a topic spares the producer its own question, a round trip before the first record."""
+        cluster, name, partitions = self.producer.client.cluster, topic["topic"], topic["partitions"]
+        if cluster.partitions_for_topic(name) is not None or not partitions:
+            return
+        if topic["error_code"] or any(cluster.broker_metadata(p["leader"]) is None for p in partitions):
+            return  # it has no leader yet, or one that the producer has not heard of
+        known = {}
+        for p in partitions:
+            number, leader = p["partition"], p["leader"]
+            known[number] = PartitionMetadata(name, number, leader, p["replicas"], p["isr"], p["error_code"])
+            cluster._broker_partitions[leader].add(TopicPartition(name, number))
+        cluster._partitions[name] = known
 
     async def reachable(self) -> bool:
         """Whether a broker answers within a few seconds."""
@@ -267,8 +308,22 @@ class KafkaConnections:
         self.producer.client._topics.add(topic)
 
     def forget_topic(self, topic: str) -> None:
-        """The producer asks for the metadata of every topic that it ever wrote to, for ever: drop one."""
-        self.producer.client._topics.discard(topic)
+        """Nothing is on its way to a topic any more: the producer drops its metadata. By itself it asks for that of
+        every topic that it ever wrote to, for ever."""
+        client = self.producer.client
+        client._topics.discard(topic)
+        for metadata in client.cluster._partitions.pop(topic, {}).values():
+            client.cluster._broker_partitions[metadata.leader].discard(TopicPartition(topic, metadata.partition))
+        # The sequence numbers of a log stay: begun anew under the same producer id, a record would pass for the double
+        # of an old one. Another producer, with another id, begins anew everywhere.
+        if self.num_sequences >= MAX_SEQUENCES and (self._renewing is None or self._renewing.done()):
+            self._renewing = asyncio.create_task(self.replace_producer(self.producer), name="renew the producer")
+
+    @property
+    def num_sequences(self) -> int:
+        """Logs of which an idempotent producer keeps the sequence numbers."""
+        manager = self.producer._txn_manager
+        return 0 if manager is None else len(manager._sequence_numbers)
 
     def abandon_topic(self, topic: str) -> None:
         """Fails what waits to be written to a topic that is gone. The producer of aiokafka 0.14 asks for its leader
@@ -295,22 +350,6 @@ class KafkaConnections:
             )
 
 
-def has_died(client: AIOKafkaProducer | AIOKafkaConsumer) -> bool:
-    """Whether the background task of aiokafka 0.14 has ended that sends or fetches: then nothing comes any more, and
-    only a producer says so."""
-    task = client._sender.sender_task if isinstance(client, AIOKafkaProducer) else client._fetcher.error_future
-    return bool(task.done())
-
-
-async def fetch_raw(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> bytes:
-    """A partition's record batches from the one with `offset` on, as the broker has them. Raises KafkaError."""
-    client = consumer._client
-    leader = client.cluster.leader_for_partition(partition)
-    if leader is None or leader < 0:
-        raise LeaderNotAvailableError(partition)
-    wanted = [(partition.topic, [(partition.partition, offset, RAW_FETCH_BYTES)])]
-    response = await client.send(leader, FetchRequest(RAW_FETCH_MS, 1, RAW_FETCH_BYTES, 0, wanted))
-    ((_, ((_, error_code, *_, batches),)),) = response.topics
-    if error_code:
-        raise for_code(error_code)(partition)
-    return bytes(batches)
+def has_died(producer: AIOKafkaProducer) -> bool:
+    """Whether its task has ended that sends: then nothing is sent any more."""
+    return bool(producer._sender.sender_task.done())

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from schemas.errors import RequestError
+from schemas.log_consumer import LogConsumer
 from schemas.records import Cancel, decode_control
 from schemas.topics import CANCEL_TTL_MS
-from worker.transport.kafka_connections import KafkaConnections, has_died
+from worker.transport.kafka_connections import KafkaConnections
 
 POLL_MS = 200
 RETRY_S = 0.5
@@ -49,12 +50,12 @@ class KafkaControl:
             await self._seek_to_start(consumer, partitions)
             while not self._stopping:
                 await self._poll(consumer)
-                if has_died(consumer):
+                if consumer.has_died:
                     raise KafkaConnectionError("the consumer of the control topic has died")
         finally:
             await consumer.stop()
 
-    async def _seek_to_start(self, consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> None:
+    async def _seek_to_start(self, consumer: LogConsumer, partitions: list[TopicPartition]) -> None:
         since = int(time.time() * 1000) - CANCEL_TTL_MS
         starts = await consumer.offsets_for_times(dict.fromkeys(partitions, since))
         ends = await consumer.end_offsets(partitions)
@@ -62,7 +63,7 @@ class KafkaControl:
             start = starts.get(partition)
             consumer.seek(partition, ends[partition] if start is None else start.offset)
 
-    async def _poll(self, consumer: AIOKafkaConsumer) -> None:
+    async def _poll(self, consumer: LogConsumer) -> None:
         batch = await consumer.getmany(timeout_ms=POLL_MS)
         for record in (r for records in batch.values() for r in records):
             if record.timestamp + CANCEL_TTL_MS < time.time() * 1000:

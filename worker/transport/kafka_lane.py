@@ -6,20 +6,19 @@ the code. Reading ahead is bounded per partition: what does not fit is not taken
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.errors import CommitFailedError, CorruptRecordException, IllegalStateError, KafkaError
+from aiokafka import ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
+from schemas.log_consumer import LogConsumer
 from schemas.records import InputRef
-from worker.transport.kafka_connections import KafkaUnavailable, fetch_raw, has_died
+from worker.transport.kafka_connections import KafkaUnavailable
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery
-from worker.transport.record_batches import BadBatch, RawRecord, read_batches
 
 POLL_MS = 200  # getmany is never cancelled (its fetch count would leak): it ends by itself, and we look at `_stopping`
 RETRY_S = 0.5
@@ -50,7 +49,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self,
         tier: str,
         topic: str,
-        consumer: AIOKafkaConsumer,
+        consumer: LogConsumer,
         *,
         deliver: Callable[[Delivery], None],
         lost: Callable[[str], None],
@@ -129,12 +128,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     @property
     def broken(self) -> bool:
-        """Whether the consumer has lost a task that it cannot work without. aiokafka 0.14 tells nobody: polls go on,
-        and nothing comes any more."""
-        fetcher, coordinator = self._consumer._fetcher, self._consumer._coordinator
-        if self._stopping.is_set() or fetcher is None:
-            return False
-        return bool(fetcher._fetch_task.done() or coordinator._coordination_task.done())
+        """Whether nothing will come any more, although nobody has stopped it."""
+        return not self._stopping.is_set() and self._consumer.has_died
 
     @property
     def assigned(self) -> asyncio.Event:
@@ -189,9 +184,11 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         failing = False
         while not self._stopping.is_set():
             self.polled_at = asyncio.get_running_loop().time()
-            self._raise_failure()
+            if self._failure is not None:  # it would be silent for ever
+                raise KafkaUnavailable(f"lane {self.tier} was assigned in vain: {self._failure!r}") from self._failure
             try:
-                batch = await self._fetch()
+                # Also while everything is paused: without polls the consumer leaves its group.
+                batch = await self._consumer.getmany(timeout_ms=POLL_MS)
             except KafkaError as e:
                 if not e.retriable:
                     raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: {e!r}") from e
@@ -211,49 +208,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             if self._draining and not self.num_outstanding:
                 return
 
-    async def _fetch(self) -> dict[TopicPartition, list[ConsumerRecord[Any, Any]]]:
-        """What has come. Raises KafkaError."""
-        try:
-            # Also while everything is paused: without polls the consumer leaves its group.
-            batch: dict[TopicPartition, list[ConsumerRecord[Any, Any]]] = await self._consumer.getmany(
-                timeout_ms=POLL_MS
-            )
-        except (CorruptRecordException, UnicodeDecodeError):
-            await self._take_unreadable()
-            return {}
-        else:
-            return batch
-
-    def _raise_failure(self) -> None:
-        """Raises KafkaUnavailable for what would leave the consumer silent for ever."""
-        if self._failure is not None:
-            raise KafkaUnavailable(f"lane {self.tier} was assigned in vain: {self._failure!r}") from self._failure
-        if has_died(self._consumer):
-            raise KafkaUnavailable(f"lane {self.tier} cannot be consumed any more: its fetching has ended")
-
-    async def _take_unreadable(self) -> None:
-        """aiokafka cannot read the frame of some record (a header's name that is not UTF-8 is enough), nor what stands
-        behind it in its batch, and does not say where: every partition's next batches are read without it."""
-        for partition, tracker in list(self._trackers.items()):
-            if partition in self._consumer.paused() or not self._assigned.is_set():
-                continue
-            try:
-                data = await fetch_raw(self._consumer, partition, tracker.expected)
-                self._take(partition, read_batches(data, tracker.expected))
-            except BadBatch as e:
-                self._pass_unreadable(partition, tracker, e)
-            if self._trackers.get(partition) is tracker:
-                self._seek(partition, tracker.expected)
-
-    def _pass_unreadable(self, partition: TopicPartition, tracker: OffsetTracker, error: BadBatch) -> None:
-        """Nobody can read it, and a lane must go on: the DLQ hears where it was."""
-        offset = tracker.expected
-        log.warning("lane.unreadable_record", lane=self.tier, partition=partition.partition, error=repr(error))
-        if tracker.see(offset) is Seen.NEW:
-            source = InputRef(partition.topic, partition.partition, offset, round(time.time() * 1000))
-            self._deliver(Delivery(self.tier, source, None, None, (), tracker))
-
-    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any] | RawRecord]) -> None:
+    def _take(self, partition: TopicPartition, records: Iterable[ConsumerRecord[Any, Any]]) -> None:
         tracker = self._trackers.get(partition)
         if tracker is None:
             return  # lost in a re-balance; its new owner reads it from the committed offset

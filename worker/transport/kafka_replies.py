@@ -7,15 +7,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
-from aiokafka.errors import KafkaConnectionError, KafkaError, OutOfOrderSequenceNumber
+from aiokafka import TopicPartition
+from aiokafka.errors import (
+    KafkaConnectionError,
+    KafkaError,
+    OutOfOrderSequenceNumber,
+    TopicAuthorizationFailedError,
+)
 from aiokafka.partitioner import murmur2
 
 from schemas.headers import ReplyAddress, write_reply_headers
+from schemas.log_consumer import LogConsumer
 from schemas.records import ReplyRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
 from worker.transport.kafka_connections import KafkaConnections, has_died
-from worker.transport.protocols import Headers, RecordTooLarge, ReplyTopicGone
+from worker.transport.protocols import Headers, RecordTooLarge, ReplyTopicGone, ReplyUnauthorised
 
 SHOW_S = 2.0  # a topic created a moment ago may take this long to show on every broker (protocol.md 5.10)
 SHOW_POLL_S = 0.1
@@ -38,8 +44,8 @@ class KafkaReplies:
         self._num_sends: Counter[str] = Counter()  # of them, by topic
         self._ended: set[str] = set()  # topics to forget when nothing is in flight to them
         self._failing: set[str] = set()  # what fails now, and was logged
-        self._started: set[AIOKafkaConsumer] = set()
-        self._readers: asyncio.Queue[AIOKafkaConsumer | None] = asyncio.Queue()
+        self._started: set[LogConsumer] = set()
+        self._readers: asyncio.Queue[LogConsumer | None] = asyncio.Queue()
         for _ in range(MAX_READERS):
             self._readers.put_nowait(None)  # started on first use
 
@@ -58,6 +64,8 @@ class KafkaReplies:
                 missing_since = missing_since or loop.time()
                 if loop.time() - missing_since >= SHOW_S:
                     return None
+            except TopicAuthorizationFailedError as e:
+                raise ReplyUnauthorised(address.topic) from e
             except KafkaError as e:
                 missing_since = None
                 self._log_once("topic_query", address.topic, e)
@@ -103,7 +111,11 @@ class KafkaReplies:
             value = b""  # aiokafka writes no record without both
         if room < 0:  # headers alone are too much: what we added ourselves is small and comes last
             headers, key = headers[-16:], None
-        return await self._append(topic, None, key, value, headers) is not None
+        try:
+            return await self._append(topic, None, key, value, headers) is not None
+        except ReplyUnauthorised as e:
+            log.warning("replies.publish_unauthorised", topic=topic, error=str(e))
+            return False
 
     async def _append(
         self, topic: str, partition: int | None, key: bytes | None, value: bytes | None, headers: Headers
@@ -116,6 +128,8 @@ class KafkaReplies:
             acknowledged = await producer.send_and_wait(
                 topic, value, key=key, partition=partition, headers=list(headers)
             )
+        except TopicAuthorizationFailedError as e:
+            raise ReplyUnauthorised(topic) from e
         except KafkaError as e:
             log.info("replies.send_failed", topic=topic, error=repr(e))
             # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
@@ -154,6 +168,8 @@ class KafkaReplies:
         while True:
             try:
                 seen = await self._read_once(address, start, until)
+            except TopicAuthorizationFailedError as e:
+                raise ReplyUnauthorised(address.topic) from e
             except KafkaError as e:  # passes with time; a missing topic does not, and is told apart
                 self._log_once("read", address.topic, e)
                 await asyncio.sleep(RETRY_S)
@@ -180,12 +196,12 @@ class KafkaReplies:
             reader.seek(partition, start)
             return await self._read(reader, address, until)
 
-    async def _read(self, reader: AIOKafkaConsumer, address: ReplyAddress, until: int) -> ReplyLog:
+    async def _read(self, reader: LogConsumer, address: ReplyAddress, until: int) -> ReplyLog:
         seen, loop = ReplyLog(), asyncio.get_running_loop()
         asked = loop.time()
         while True:
             batch = await reader.getmany(timeout_ms=READ_POLL_MS)
-            if has_died(reader):
+            if reader.has_died:
                 raise KafkaConnectionError("the reader has died")
             for record in (r for records in batch.values() for r in records):
                 if record.offset > until:
@@ -202,7 +218,7 @@ class KafkaReplies:
                 asked = loop.time()
 
     @asynccontextmanager
-    async def _reader(self) -> AsyncIterator[AIOKafkaConsumer]:
+    async def _reader(self) -> AsyncIterator[LogConsumer]:
         reader = await self._readers.get()
         try:
             if reader is None:
@@ -216,7 +232,7 @@ class KafkaReplies:
             # No unassign: the next reader assigns its own partition, and nothing is polled until then.
             self._readers.put_nowait(reader)
 
-    async def _start_reader(self) -> AIOKafkaConsumer:
+    async def _start_reader(self) -> LogConsumer:
         reader = self._connections.consumer(fetch_max_wait_ms=20, check_crcs=False)
         self._started.add(reader)
         try:
@@ -226,7 +242,7 @@ class KafkaReplies:
             raise
         return reader
 
-    async def _discard(self, reader: AIOKafkaConsumer | None) -> None:
+    async def _discard(self, reader: LogConsumer | None) -> None:
         if reader is not None:
             self._started.discard(reader)
             await reader.stop()

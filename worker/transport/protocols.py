@@ -40,12 +40,16 @@ class ReplyTopicGone(Exception):
     """The reply topic does not exist: its caller has gone."""
 
 
+class ReplyUnauthorised(Exception):
+    """This worker may not write, read or see the reply topic."""
+
+
 class RecordTooLarge(Exception):
     """The broker takes no record of this size. Sending it again cannot help; nothing was sent."""
 
 
 class ReplySink(Protocol):
-    """Reply logs, and the other topics that a worker writes."""
+    """Reply logs, and the other topics that a worker writes. What is about a reply log may raise ReplyUnauthorised."""
 
     async def locate(self, address: ReplyAddress) -> ReplyAddress | None:
         """The address with its partition, or None when the topic does not exist.
