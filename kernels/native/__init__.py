@@ -14,11 +14,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("source.c")
-# Sums may be reordered into vectors; infinities and NaN keep their meaning.
-_FLAGS = (
-    "-O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
-)
+_SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+# Sums are not reordered: who is computed beside a row must not change its bits.
+_FLAGS = "-O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math"
 _TIMEOUT = 300  # seconds, for a compiler on a busy machine
 
 
@@ -44,7 +42,8 @@ def enable(folder: Path) -> None:
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C compiler ({compiler[0]}): install one, or name it in CC")
     command = [*compiler, *_FLAGS.split()]
-    made_of = hashlib.sha256(repr((command, SOURCE.read_text(), _cpu())).encode()).hexdigest()[:16]
+    sources = [source.read_text() for source in _SOURCES]
+    made_of = hashlib.sha256(repr((command, sources, _cpu())).encode()).hexdigest()[:16]
     file = folder / f"kernels-{made_of}.so"
     try:
         if not file.exists():
@@ -62,10 +61,10 @@ def disable() -> None:
 def _compile(command: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
+        made, units = Path(folder) / file.name, [str(source) for source in _SOURCES if source.suffix == ".c"]
         try:
             done = subprocess.run(
-                [*command, "-o", str(made), str(SOURCE), "-lm"], capture_output=True, text=True, timeout=_TIMEOUT
+                [*command, "-o", str(made), *units, "-lm"], capture_output=True, text=True, timeout=_TIMEOUT
             )
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"{command[0]} took more than {_TIMEOUT} seconds") from error
