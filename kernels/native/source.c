@@ -4,6 +4,8 @@
  * Vectors are those of GCC and Clang, 16 floats: AVX-512, two of AVX2, four of NEON. Work is cut into tasks by what is
  * computed, never by the number of threads or by what else is in the batch, so a result does not depend on either.
  */
+#include "gemm.h"
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,8 +20,6 @@ typedef int32_t ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t shorts __attribute__((vector_size(32), aligned(2), may_alias));
 typedef int8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t ubytes __attribute__((vector_size(16), aligned(1), may_alias));
-
-enum format { FLOAT32, BFLOAT16, INT8, FLOAT8 };
 
 static inline __attribute__((always_inline)) floats load(const char *base, int64_t i, const enum format format) {
     if (format == FLOAT32) return *(const floats *)(base + 4 * i);
