@@ -90,28 +90,31 @@ INLINE void prefetch_row(const struct attention *a, const char *base, const stru
 INLINE void score_tile(const float *query, const float *const *keys, int64_t dim, float *scores, const int num_rows) {
     floats sums[ROWS][COLUMNS] = {};
     for (int64_t i = 0; i < dim; i += LANES) {
-        floats k[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) k[c] = *(const floats *)(keys[c] + i);
-        for (int r = 0; r < num_rows; r++) {
-            floats q = *(const floats *)(query + r * dim + i);
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] += q * k[c];
+        floats q[ROWS];
+        for (int r = 0; r < num_rows; r++) q[r] = *(const floats *)(query + r * dim + i);
+        for (int c = 0; c < COLUMNS; c++) {
+            floats k = *(const floats *)(keys[c] + i);
+            for (int r = 0; r < num_rows; r++) sums[r][c] += q[r] * k;
         }
     }
     for (int r = 0; r < num_rows; r++)
         *(four *)(scores + r * WIDTH) = sums_of(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
 }
 
-/* part [num_rows, width vectors of dim] += weights x values of `count` positions. */
-INLINE void add_tile(float *part, const float *weights, const float *const *values, int64_t count, int64_t dim,
-                     const int num_rows, const int width) {
+/* part [num_rows, `width` vectors from `offset` on] += weights x values of `count` positions. */
+INLINE void add_tile(float *part, const float *weights, const float *const *values, int64_t offset, int64_t count,
+                     int64_t dim, const int num_rows, const int width) {
+    part += offset;
     floats sums[ROWS][4];
     for (int r = 0; r < num_rows; r++)
         for (int w = 0; w < width; w++) sums[r][w] = *(floats *)(part + r * dim + w * LANES);
     for (int64_t i = 0; i < count; i++) {
-        floats v[4];
-        for (int w = 0; w < width; w++) v[w] = *(const floats *)(values[i] + w * LANES);
-        for (int r = 0; r < num_rows; r++)
-            for (int w = 0; w < width; w++) sums[r][w] += weights[r * WIDTH + i] * v[w];
+        floats weight[ROWS];
+        for (int r = 0; r < num_rows; r++) weight[r] = all_of(weights[r * WIDTH + i]);
+        for (int w = 0; w < width; w++) {
+            floats v = *(const floats *)(values[i] + offset + w * LANES);
+            for (int r = 0; r < num_rows; r++) sums[r][w] += weight[r] * v;
+        }
     }
     for (int r = 0; r < num_rows; r++)
         for (int w = 0; w < width; w++) *(floats *)(part + r * dim + w * LANES) = sums[r][w];
@@ -133,18 +136,11 @@ static void score_rows(const float *query, const float *const *keys, int64_t dim
 
 static void add_rows(float *part, const float *weights, const float *const *values, int64_t count, int64_t dim,
                      int64_t num_rows) {
-    const float *at[TILE];
     int64_t i = 0;
-#define ADD_4(n) add_tile(part + i, weights, at, count, dim, n, 4)
-#define ADD_1(n) add_tile(part + i, weights, at, count, dim, n, 1)
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) {
-        for (int64_t p = 0; p < count; p++) at[p] = values[p] + i;
-        WITH_ROWS(num_rows, ADD_4)
-    }
-    for (; i < dim; i += LANES) {
-        for (int64_t p = 0; p < count; p++) at[p] = values[p] + i;
-        WITH_ROWS(num_rows, ADD_1)
-    }
+#define ADD_4(n) add_tile(part, weights, values, i, count, dim, n, 4)
+#define ADD_1(n) add_tile(part, weights, values, i, count, dim, n, 1)
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) WITH_ROWS(num_rows, ADD_4)
+    for (; i < dim; i += LANES) WITH_ROWS(num_rows, ADD_1)
 }
 
 /* How many rows the next register tile has, of those that are left: none with a single one where two of two would do. */
@@ -162,13 +158,13 @@ static void weigh(float *scores, int64_t from, int64_t to, int64_t low, int64_t 
     int64_t begin = low / LANES * LANES, end = (high + LANES - 1) / LANES * LANES;
     for (int64_t i = begin; i < low; i++) scores[i] = -INFINITY;
     for (int64_t i = high; i < end; i++) scores[i] = -INFINITY;
-    floats largest = (floats){} - INFINITY, total = {};
+    floats largest = all_of(-INFINITY), total = {};
     for (int64_t i = begin; i < end; i += LANES) {
         floats x = *(floats *)(scores + i);
         if (softcap != 0) {
             /* tanh(x) = 1 - 2 / (exp(2 x) + 1), and 1 from 20 on. */
             floats y = x * (2 / softcap);
-            y = softcap - 2 * softcap / (exp_of(chosen(y > 40.0f, (floats){} + 40.0f, y)) + 1);
+            y = softcap - 2 * softcap / (exp_of(chosen(y > 40.0f, all_of(40), y)) + 1);
             *(floats *)(scores + i) = x = chosen(x == -INFINITY, x, y);
         }
         largest = larger(x, largest);
@@ -236,7 +232,7 @@ static __attribute__((noinline)) void merge(float *out, float *best, float *sum,
                                             float part_sum, int64_t dim) {
     if (part_best == -INFINITY) return; /* it sees nothing there */
     float most = *best > part_best ? *best : part_best;
-    floats old = exp_of((floats){} + (*best - most)), new = exp_of((floats){} + (part_best - most));
+    floats old = exp_of(all_of(*best - most)), new = exp_of(all_of(part_best - most));
     for (int64_t i = 0; i < dim; i += LANES) {
         floats kept = *(floats *)(out + i) * old;
         *(floats *)(out + i) = kept + *(const floats *)(part + i) * new;

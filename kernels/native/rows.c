@@ -12,6 +12,32 @@ void store_rows(
         memcpy(target + ids[i] * block_stride + offsets[i] * slot_stride, source + i * source_stride, size);
 }
 
+/* The nearest float8 e4m3, of two the even one; NaN for NaN. For |x| up to 448. */
+INLINE uint8_t float8_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint32_t sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return sign | 0x7f;
+    if (magnitude < 121u << 23) return sign | (uint8_t)__builtin_rintf(fabsf(x) * 512.0f); /* below 2^-6 steps are equal */
+    magnitude += 0x7ffff + (magnitude >> 20 & 1);
+    return sign | (uint8_t)((magnitude >> 20) - (120 << 3));
+}
+
+void store_row(const float *x, char *to, float *scale, int64_t size, int64_t format) {
+    if (format == FLOAT32) {
+        memcpy(to, x, size * sizeof(float));
+        return;
+    }
+    float magnitude = magnitude_of(x, size) / (format == INT8 ? 127.0f : 448.0f);
+    float inverse = magnitude > 1e-30f ? 1.0f / magnitude : 0.0f;
+    *scale = magnitude;
+    for (int64_t i = 0; i < size; i++) {
+        float y = x[i] * inverse;
+        if (format == INT8) ((int8_t *)to)[i] = y == y ? (int8_t)floorf(y + 0.5f) : 0;
+        else ((uint8_t *)to)[i] = float8_of(y);
+    }
+}
+
 /* x [num_rows, size] as bytes around a zero at `largest` + 1, and a scale per row, NaN where a row is not finite. */
 void quantise_rows(const float *x, uint8_t *rows, float *scales, int64_t num_rows, int64_t size, int largest) {
 #pragma omp parallel for if (num_rows * size > 65536) schedule(static)
@@ -64,13 +90,13 @@ void rms_norm(const float *x, const float *weight, float *y, int64_t num_rows, i
 }
 
 /* Below -87 silu is 0 to float32's smallest; 1 + exp must stay finite, and NaN stay NaN. */
-INLINE floats silu_of(floats x) { return x / (1 + exp_of(chosen(x < -87.0f, (floats){} + 87.0f, -x))); }
+INLINE floats silu_of(floats x) { return x / (1 + exp_of(chosen(x < -87.0f, all_of(87), -x))); }
 
 void silu_row(const float *gate, const float *up, float *out, int64_t size) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES)
         *(floats *)(out + i) = silu_of(*(const floats *)(gate + i)) * *(const floats *)(up + i);
-    for (; i < size; i++) out[i] = silu_of((floats){} + gate[i])[0] * up[i];
+    for (; i < size; i++) out[i] = silu_of(all_of(gate[i]))[0] * up[i];
 }
 
 /* out = silu(gate) * up, from rows [gate, up] of 2 * `size`. */

@@ -10,3 +10,6 @@ void norm_row(const float *x, const float *weight, float *y, int64_t size, float
 
 /* out = silu(gate) * up. */
 void silu_row(const float *gate, const float *up, float *out, int64_t size);
+
+/* x as `format` at `to`: numbers of one byte with a scale, NaN where something is not finite. */
+void store_row(const float *x, char *to, float *scale, int64_t size, int64_t format);

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "gemm.h"
+
 #define LANES 8
 #define INLINE static inline __attribute__((always_inline))
 
@@ -25,8 +27,6 @@ typedef uint8_t ubytes __attribute__((vector_size(8), aligned(1), may_alias));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
-enum format { FLOAT32, BFLOAT16, INT8, FLOAT8 };
-
 INLINE int64_t format_size(enum format format) { return format == FLOAT32 ? 4 : format == BFLOAT16 ? 2 : 1; }
 
 INLINE floats load(const char *base, int64_t i, const enum format format) {
@@ -44,6 +44,8 @@ INLINE float load_one(const char *base, int64_t i, const enum format format) {
     memcpy(copy, base + i * format_size(format), format_size(format));
     return load(copy, 0, format)[0];
 }
+
+INLINE floats all_of(float x) { return (floats){x, x, x, x, x, x, x, x}; }
 
 INLINE floats chosen(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 
