@@ -118,11 +118,11 @@ def measure(loaded: Any, machine: Machine, num_rows: int, context: int, num_step
     from worker.model import runner as runner_module
     from worker.model.attention import PagedContext
     from worker.model.int8_linear import Int8Linear
-    from worker.model.packed_linear import PackedLinear
+    from worker.model.packed_linear import NativeLinear, PackedLinear
 
     runner, decode = _decoding(loaded, num_rows, context, _WARM_UP + num_steps)
     products, attention, sampling = Stopwatch(), Stopwatch(), Stopwatch()
-    restored = [(c, "forward", c.forward) for c in (nn.Linear, PackedLinear, Int8Linear)]
+    restored = [(c, "forward", c.forward) for c in (nn.Linear, PackedLinear, NativeLinear, Int8Linear)]
     restored += [(PagedContext, "attend", PagedContext.attend), (runner_module, "sample", runner_module.sample)]
     for owner, name, _ in restored:
         watch = attention if name == "attend" else sampling if name == "sample" else products

@@ -186,6 +186,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
         weights=config.weights,
         layers=done.num_layers,
         products=done.num_products,
+        native=done.num_native,
         norms=done.num_norms,
         mlps=done.num_mlps,
         plain=list(done.plain),
