@@ -189,6 +189,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
         native=done.num_native,
         norms=done.num_norms,
         mlps=done.num_mlps,
+        decoder_layers=done.num_decoder_layers,
         plain=list(done.plain),
         difference=float(f"{done.difference:.2g}"),
         tuned_seconds=round(done.tuned_seconds, 2),

@@ -42,7 +42,7 @@ class Arena:
         return taken
 
 
-class _Packed(ctypes.Structure):
+class PackedStructure(ctypes.Structure):
     """As in gemm.h."""
 
     _fields_ = (
@@ -66,7 +66,7 @@ class PackedWeight:
         self.out_features, self.in_features = weight.shape
         self._library = library  # stays in use when another is enabled
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self.structure = _Packed(
+        self.structure = PackedStructure(
             None, _address(self._bias), None, self.in_features, self.out_features, _FORMATS[weight.dtype]
         )
         self._reference = ctypes.byref(self.structure)

@@ -127,14 +127,13 @@ def _splits(
 
 
 def attention_structure(
-    key_cache: Tensor, value_cache: Tensor, kv_scales: tuple[Tensor, Tensor] | None, plan: Plan, group: int
+    key_cache: Tensor, value_cache: Tensor, kv_scales: tuple[Tensor, Tensor] | None, group: int
 ) -> AttentionStructure:
-    """All but queries, outputs and what scores are made with."""
+    """What is the same in every step, but for what scores are made with."""
     scales: tuple[Any, ...] = kv_scales or (None, None)
     structure = AttentionStructure()
     structure.keys, structure.values = key_cache.data_ptr(), value_cache.data_ptr()
     structure.key_scales, structure.value_scales = (None if s is None else s.data_ptr() for s in scales)
-    structure.partials, structure.num_done = plan.partials.ctypes.data, plan.num_done.ctypes.data
     structure.block_stride, structure.slot_stride, structure.head_stride = key_cache.stride()[:3]
     if kv_scales is not None:
         structure.scale_block_stride, structure.scale_slot_stride = scales[0].stride()[:2]
@@ -157,7 +156,8 @@ def attend(
     """Of all sequences of the batch that `plan` was made of; as `query`, contiguous."""
     wide, sinks = query.float().contiguous(), None if sinks is None else sinks.float().contiguous()
     out = torch.empty(query.shape)
-    structure = attention_structure(key_cache, value_cache, kv_scales, plan, query.shape[2])
+    structure = attention_structure(key_cache, value_cache, kv_scales, query.shape[2])
+    structure.partials, structure.num_done = plan.partials.ctypes.data, plan.num_done.ctypes.data
     structure.query, structure.out = wide.data_ptr(), out.data_ptr()
     structure.query_stride = structure.out_stride = query[0].numel()
     structure.sinks = None if sinks is None else sinks.data_ptr()

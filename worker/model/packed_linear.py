@@ -93,13 +93,14 @@ class StackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._stack.output(self._index, x)
 
-    def stacked_with(self, second: object) -> nn.Module | None:
-        """The product that consists of this layer and `second`, in that order and of equal size, if that is so."""
-        stack = self._stack
-        is_pair = (
-            isinstance(second, StackedLinear) and second._stack is stack and (self._index, second._index) == (0, 1)
+    def stacked_with(self, *others: object) -> nn.Module | None:
+        """The product that consists of this layer and `others`, in that order, if there is one."""
+        layers, stack = (self, *others), self._stack
+        is_whole = len(layers) == len(stack.sizes) and all(
+            isinstance(layer, StackedLinear) and layer._stack is stack and layer._index == i
+            for i, layer in enumerate(layers)
         )
-        return stack.linear if is_pair and len(stack.sizes) == 2 and stack.sizes[0] == stack.sizes[1] else None
+        return stack.linear if is_whole else None
 
 
 Make = Callable[[Tensor, Tensor | None], nn.Module]  # (weight, bias) -> what takes the layer's place

@@ -24,6 +24,7 @@ from worker.model.errors import ModelError
 from worker.model.fused_layers import replace_mlps, replace_norms
 from worker.model.int8_linear import Int8Linear, why_not_int8
 from worker.model.loader import LoadedModel
+from worker.model.native_layers import replace_layers
 from worker.model.packed_linear import (
     Group,
     Make,
@@ -42,6 +43,7 @@ _REPEATS = 3
 # What is preferred gives way only to what is clearly faster: as it was loaded, a layer's results depend on the batch.
 _CLEARLY = 0.9
 _PLAIN = "plain"
+_CHUNKS = ((0, 7), (7, 11), (11, 12))  # on which whole layers are tried; the last is a decode
 _MAX_PRODUCTS = 1 << 31  # multiplications of one tuned product: the output head of 256 rows is no step's work
 # By how much packing may change logits, of their size. Rounding makes 1e-6 in float32; in half precision it also makes
 # experts change places.
@@ -58,6 +60,7 @@ class PreparedWeights:
     num_native: int  # of those: multiplied by our library
     num_norms: int  # that became one operation each
     num_mlps: int  # gated feed-forward layers that became three
+    num_decoder_layers: int  # decoder layers that are computed in C as a whole
     plain: tuple[str, ...]  # shapes that stayed as they were loaded because that is faster here
     difference: float  # of a short prompt's logits, by their size
     tuned_seconds: float  # 0: nothing was measured, or it was found in the file
@@ -87,6 +90,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         for make, members in by_make.items():
             pack(model, members, makes[make])
         num_norms, num_mlps = replace_norms(model), replace_mlps(model)
+        num_decoder_layers = replace_layers(model, layers, lambda: our_logits(model, layers, _CHUNKS))
         changed = difference(before, our_logits(model, layers))
     limit = _MAX_DIFFERENCE.get(loaded.dtype, _MAX_DIFFERENCE_HALF)
     if weights == "auto" and not changed <= limit:
@@ -97,6 +101,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         num_native=len(by_make.get("native", ())),
         num_norms=num_norms,
         num_mlps=num_mlps,
+        num_decoder_layers=num_decoder_layers,
         plain=tuple(sorted(shape for shape, make in chosen.items() if make == _PLAIN)),
         difference=changed,
         tuned_seconds=seconds,
