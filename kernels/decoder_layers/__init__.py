@@ -5,7 +5,8 @@ biases, and norms of the heads of queries and keys, where there are some.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,13 +99,17 @@ class _Profile:
     seconds: NDArray[np.float64] | None = None
 
 
-def profile() -> NDArray[np.float64]:
-    """float64 [3]: seconds in products, in attention and in the rest of all layers from now on, added up.
+@contextmanager
+def profiled() -> Iterator[NDArray[np.float64]]:
+    """float64 [3]: seconds in products, in attention and in the rest of all layers, added up until the context ends.
 
     Of CPU time where there is one thread. For measurements, in the whole process.
     """
     _Profile.seconds = np.zeros(3)
-    return _Profile.seconds
+    try:
+        yield _Profile.seconds
+    finally:
+        _Profile.seconds = None
 
 
 class DecoderLayers:

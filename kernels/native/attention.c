@@ -191,9 +191,9 @@ static void score_split(const struct attention *a, const struct slots *slots, st
         find_rows(a, a->keys, a->key_scales, slots, first, count, dim, rows->tile, found);
         for (int64_t i = count; i % COLUMNS; i++) found[i] = found[count - 1];
         for (int64_t i = 0; i < count; i += COLUMNS) {
-            for (int64_t k = first + i; k < first + i + COLUMNS; k++) {
-                prefetch_row(a, a->keys, slots, k + AHEAD);
-                prefetch_row(a, a->values, slots, k);
+            for (int64_t k = first + i + AHEAD; k < first + i + AHEAD + COLUMNS; k++) {
+                if (k < total) prefetch_row(a, a->keys, slots, k);
+                else prefetch_row(a, a->values, slots, k - total);
             }
             for (int64_t r = 0, n; r < rows->num; r += n) {
                 n = tile_rows(rows->num - r);
@@ -216,6 +216,7 @@ static void compute_split(const struct attention *a, const struct slots *slots, 
     const float *found[TILE];
     for (int64_t first = 0; first < end - begin; first += TILE) {
         int64_t count = end - begin - first < TILE ? end - begin - first : TILE;
+        for (int64_t i = first + AHEAD; i < first + AHEAD + TILE; i++) prefetch_row(a, a->values, slots, i);
         find_rows(a, a->values, a->value_scales, slots, first, count, dim, rows->tile, found);
         for (int64_t r = 0, n; r < rows->num; r += n) {
             n = tile_rows(rows->num - r);
