@@ -159,7 +159,9 @@ void product_part(
 /* All of it, by the threads that there are. Parts are small: a thread that has to wait for a core holds up one of them. */
 void multiply(const struct packed *w, const float *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride) {
     const int64_t panels = num_panels(w), part = (panels + PARTS - 1) / PARTS, parts = (panels + part - 1) / part;
-#pragma omp parallel for schedule(dynamic, 1)
+    /* Reading a weight costs what multiplying it by 8 rows does. Less than some 50 us is not worth waking a thread. */
+    const int pays = w->out_features * w->in_features * (rows + 8) > 1 << 20;
+#pragma omp parallel for schedule(dynamic, 1) if (pays)
     for (int64_t i = 0; i < parts; i++)
         product_part(w, x, x_stride, rows, out, out_stride, i * part, (i + 1) * part < panels ? (i + 1) * part : panels);
 }

@@ -34,7 +34,9 @@ class Arena:
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of zeros, for as long as it is referred to."""
         if self._chunk is None or self._used + num_bytes > len(self._chunk):
-            self._chunk, self._used = mmap.mmap(-1, max(_CHUNK, num_bytes)), 0
+            # Private: shared memory has other rules for huge pages.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._chunk, self._used = mmap.mmap(-1, max(_CHUNK, num_bytes), flags), 0
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._chunk.madvise(mmap.MADV_HUGEPAGE)
         taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)

@@ -1,6 +1,8 @@
 """Products with packed weights in C, against float64; and that a row's bits depend on nothing but the row."""
 
 import ctypes
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +113,19 @@ def test_an_arena_gives_memory_of_its_own_to_each():
         tensor[:1000].fill_(i + 1)
     del arena
     assert all((tensor[:1000] == i + 1).all() for i, tensor in enumerate(taken))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say how memory is mapped")
+def test_an_arena_asks_for_huge_pages():
+    """Private ones: shared memory seldom gets them."""
+    address = Arena().take(1).data_ptr()
+    for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(number, 16) for number in mapping.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            flags = mapping.split("VmFlags:")[1].split()
+            assert ("hg" in flags, "sh" in flags) == (True, False)
+            return
+    pytest.fail("it is mapped nowhere")
 
 
 def test_what_it_serves():

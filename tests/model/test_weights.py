@@ -131,6 +131,7 @@ def test_packed_tokens_equal_generate(budget):
         assert token_ids(tokens) == generate_greedy(reference.eval(), prompt, 16)
 
 
+@pytest.mark.usefixtures("native_kernels")  # bfloat16 is served everywhere
 def test_what_is_faster_as_it_was_loaded_stays(tmp_path, monkeypatch):
     """The choice is measured once, kept by machine, dtype, threads and multipliers, and read by whoever comes next."""
     file = tmp_path / "folder" / "self-tune.json"
@@ -138,15 +139,15 @@ def test_what_is_faster_as_it_was_loaded_stays(tmp_path, monkeypatch):
 
     def judge(groups):
         measured.append(groups[0].shape)
-        return "plain" if groups[0].shape == (64, 64) else "onednn"
+        return "plain" if groups[0].shape == (64, 64) else "native"
 
     monkeypatch.setattr(weights, "_fastest", judge)
     done = prepare_weights(load_model("tiny"), "auto", file)
     assert done.plain == ("64x64",)
-    assert done.num_products == 7
+    assert done.num_products == done.num_native == 7
     assert len(measured) == len(set(measured)) == 5
     (known,) = json.loads(file.read_text()).values()
-    assert known == {"{}x{}".format(*shape): "plain" if shape == (64, 64) else "onednn" for shape in measured}
+    assert known == {"{}x{}".format(*shape): "plain" if shape == (64, 64) else "native" for shape in measured}
     again = prepare_weights(load_model("tiny"), "auto", file)
     assert (again.plain, again.tuned_seconds) == (done.plain, 0.0)
     assert len(measured) == 5
