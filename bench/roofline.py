@@ -116,23 +116,26 @@ def measure(loaded: Any, machine: Machine, num_rows: int, context: int, num_step
     """Decode steps of `num_rows` sequences around `context` tokens, in scattered blocks."""
     from torch import nn
 
+    from kernels.decoder_layers import profiled
     from worker.model import runner as runner_module
     from worker.model.attention import PagedContext
     from worker.model.int8_linear import Int8Linear
-    from worker.model.packed_linear import PackedLinear
+    from worker.model.packed_linear import NativeLinear, PackedLinear
 
     runner, decode = decoding(loaded, num_rows, context, _WARM_UP + num_steps)
     products, attention, sampling = Stopwatch(), Stopwatch(), Stopwatch()
-    restored = [(c, "forward", c.forward) for c in (nn.Linear, PackedLinear, Int8Linear)]
+    restored = [(c, "forward", c.forward) for c in (nn.Linear, PackedLinear, NativeLinear, Int8Linear)]
     restored += [(PagedContext, "attend", PagedContext.attend), (runner_module, "sample", runner_module.sample)]
     for owner, name, _ in restored:
         watch = attention if name == "attend" else sampling if name == "sample" else products
         watch.around(owner, name)
     steps = []
     try:
-        for _ in range(_WARM_UP + num_steps):
-            seconds = _seconds(lambda: runner.execute(decode()))
-            steps.append((seconds, products.take(), attention.take(), sampling.take()))
+        with profiled() as inside:  # of layers that are one call
+            for _ in range(_WARM_UP + num_steps):
+                seconds = _seconds(lambda: runner.execute(decode()))
+                steps.append((seconds, products.take() + inside[0], attention.take() + inside[1], sampling.take()))
+                inside[:] = 0
     finally:
         for owner, name, function in restored:
             setattr(owner, name, function)

@@ -14,11 +14,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("source.c")
-# Sums may be reordered into vectors; infinities and NaN keep their meaning.
-_FLAGS = (
-    "-O3 -march=native -fopenmp -shared -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros"
-)
+_FOLDER = Path(__file__).parent
+# Sums are not reordered, so that a row's bits do not depend on who is computed beside it.
+_FLAGS = "-O3 -march=native -fopenmp -fPIC -fno-math-errno -fno-trapping-math"
+SOURCES = ("attention.c", "gemm.c", "layers.c", "rows.c")
 _TIMEOUT = 300  # seconds, for a compiler on a busy machine
 
 
@@ -43,12 +42,12 @@ def enable(folder: Path) -> None:
     compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C compiler ({compiler[0]}): install one, or name it in CC")
-    command = [*compiler, *_FLAGS.split()]
-    made_of = hashlib.sha256(repr((command, SOURCE.read_text(), _cpu())).encode()).hexdigest()[:16]
+    texts = [file.read_text() for file in sorted(_FOLDER.glob("*.[ch]"))]
+    made_of = hashlib.sha256(repr((compiler, _FLAGS, SOURCES, texts, _cpu())).encode()).hexdigest()[:16]
     file = folder / f"kernels-{made_of}.so"
     try:
         if not file.exists():
-            _compile(command, file)
+            _compile(compiler, file)
         _State.library = ctypes.CDLL(str(file))
     except OSError as error:
         raise Unavailable(f"{file} can be neither made nor loaded: {error}") from error
@@ -59,19 +58,25 @@ def disable() -> None:
     _State.library = None
 
 
-def _compile(command: list[str], file: Path) -> None:
+def _compile(compiler: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        made = Path(folder) / file.name
-        try:
-            done = subprocess.run(
-                [*command, "-o", str(made), str(SOURCE), "-lm"], capture_output=True, text=True, timeout=_TIMEOUT
-            )
-        except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"{command[0]} took more than {_TIMEOUT} seconds") from error
-        if done.returncode:
-            raise Unavailable(f"{command[0]} failed: {done.stderr.strip()[:500]}")
+    with tempfile.TemporaryDirectory(dir=file.parent) as name:
+        folder = Path(name)
+        for source in SOURCES:
+            _run([*compiler, *_FLAGS.split(), "-c", "-o", str(folder / f"{source}.o"), str(_FOLDER / source)])
+        made = folder / file.name
+        parts = [str(folder / f"{source}.o") for source in SOURCES]
+        _run([*compiler, "-fopenmp", "-shared", "-o", str(made), *parts, "-lm"])
         made.rename(file)  # complete or not at all, whoever else makes it
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{command[0]} took more than {_TIMEOUT} seconds") from error
+    if done.returncode:
+        raise Unavailable(f"{command[0]} failed: {done.stderr.strip()[:500]}")
 
 
 def _cpu() -> str:

@@ -10,10 +10,11 @@ from torch import Tensor
 from kernels.chips import use_triton
 from kernels.paged_attention import torch_path
 from kernels.paged_attention.batch import RaggedBatch
+from kernels.paged_attention.native_path import Plan
 from kernels.paged_attention.torch_path import Workspace
 from kernels.quantised import is_quantised
 
-__all__ = ["RaggedBatch", "Workspace", "paged_attention"]
+__all__ = ["Plan", "RaggedBatch", "Workspace", "paged_attention"]
 
 
 def paged_attention(

@@ -4,7 +4,7 @@ Sequences with one query (decodes) are sorted by length and cut into groups of s
 blocks into a preallocated workspace and one masked SDPA per group. Fresh tensors instead of the workspace cost 1.1
 to 3 times the time (page faults), and padding is the price of a group, so both are bounded. A sequence with more
 queries (a prefill chunk) has its own gather and SDPA. What depends on the step only is made once per step and
-window, and used by every layer. Where the library in C is enabled (`kernels/native`), it computes the decodes.
+window, and used by every layer. Where the library in C is enabled (`kernels/native`), it does all of that.
 """
 
 from collections.abc import Callable, Hashable
@@ -115,10 +115,13 @@ class Workspace:
             self._made[key] = make()
         return self._made[key]
 
-    def decodes(self, batch: RaggedBatch, sliding_window: int | None) -> native_path.Decodes | None:
-        """The decodes of `batch` under that window, for the library in C; None: there are none."""
-        make = partial(native_path.find_decodes, batch, self._block_size, sliding_window)
-        return self.once(batch, ("decodes", sliding_window), make)
+    def native_plan(
+        self, batch: RaggedBatch, sliding_window: int | None, num_kv_heads: int, group: int, head_dim: int
+    ) -> native_path.Plan:
+        """All of `batch` under that window, for the library in C. `group`: query heads of a kv head."""
+        shape = (num_kv_heads, group, head_dim)
+        make = partial(native_path.make_plan, batch, self._block_size, sliding_window, *shape)
+        return self.once(batch, ("native", sliding_window, shape), make)
 
     def groups(self, batch: RaggedBatch, sliding_window: int | None) -> list[_Group]:
         """The decodes of `batch` under that window, for torch."""
@@ -244,20 +247,18 @@ def paged_attention(
     query = query.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if sinks is not None:
         sinks = sinks.to(query.dtype).view(num_kv_heads, -1, 1)
+    if native_path.serves(query, key_cache):
+        plan = workspace.native_plan(batch, sliding_window, *query.shape[1:])
+        terms = {"scale": scale, "softcap": softcap, "sinks": sinks, "kv_scales": kv_scales}
+        return native_path.attend(query, key_cache, value_cache, plan, **terms).view(num_tokens, num_heads, head_dim)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     gather = partial(workspace.gather, key_cache, value_cache, kv_scales)
-    if native_path.serves(query, key_cache):
-        decodes = workspace.decodes(batch, sliding_window)
-        if decodes is not None:
-            terms = {"scale": scale, "softcap": softcap, "sinks": sinks, "kv_scales": kv_scales}
-            native_path.attend_decodes(query, key_cache, value_cache, decodes, out, **terms)
-    else:
-        for group in workspace.groups(batch, sliding_window):
-            keys, values = gather(group.block_ids, group.empty)
-            shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
-            keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-            # The query heads of one kv head take the place of query positions: no key is repeated.
-            out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
+    for group in workspace.groups(batch, sliding_window):
+        keys, values = gather(group.block_ids, group.empty)
+        shape = (group.size, group.mask.shape[-1], num_kv_heads, head_dim)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        # The query heads of one kv head take the place of query positions: no key is repeated.
+        out[group.rows] = _attend(query[group.rows], keys, values, group.mask, scale, softcap, sinks)
     for chunk in workspace.chunks(batch, sliding_window):
         keys, values = gather(chunk.block_ids)
         seen = slice(chunk.first_slot, chunk.first_slot + chunk.num_keys)

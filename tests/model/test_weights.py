@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from kernels import native
 from kernels.paged_attention import RaggedBatch
 from tests.model.plan_driver import PlanDriver
 from tests.model.reference import LENGTHS, generate_greedy, random_prompts, token_ids
@@ -103,14 +104,18 @@ def test_what_others_read_and_what_is_never_called_stays():
         torch.testing.assert_close(model(x), want, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("by_library", [False, True])
 @pytest.mark.parametrize("name", SERVED)
-def test_every_family_gives_the_same_packed(name, tokenizer):
+def test_every_family_gives_the_same_packed(name, by_library, tokenizer, request):
     """Nothing but rounding changes, in all families; of those with plain layers several are packed."""
+    if by_library:
+        request.getfixturevalue("native_kernels")
     loaded = adopt(name, random_model(small_config(SERVED[name])), tokenizer)
     done = prepare_weights(loaded, "auto")
     assert done.difference < 2e-5
     assert done.num_layers > 1
     assert done.num_layers >= done.num_products
+    assert done.num_native == (done.num_products if by_library else 0)
 
 
 @pytest.mark.usefixtures("native_kernels")
@@ -126,22 +131,23 @@ def test_packed_tokens_equal_generate(budget):
         assert token_ids(tokens) == generate_greedy(reference.eval(), prompt, 16)
 
 
+@pytest.mark.usefixtures("native_kernels")  # bfloat16 is served everywhere
 def test_what_is_faster_as_it_was_loaded_stays(tmp_path, monkeypatch):
-    """The choice is measured once, kept by machine, dtype and threads, and read by whoever comes next."""
+    """The choice is measured once, kept by machine, dtype, threads and multipliers, and read by whoever comes next."""
     file = tmp_path / "folder" / "self-tune.json"
     measured = []
 
     def judge(groups):
         measured.append(groups[0].shape)
-        return groups[0].shape == (64, 64)
+        return "plain" if groups[0].shape == (64, 64) else "native"
 
-    monkeypatch.setattr(weights, "_plain_is_faster", judge)
+    monkeypatch.setattr(weights, "_fastest", judge)
     done = prepare_weights(load_model("tiny"), "auto", file)
     assert done.plain == ("64x64",)
-    assert done.num_products == 7
+    assert done.num_products == done.num_native == 7
     assert len(measured) == len(set(measured)) == 5
     (known,) = json.loads(file.read_text()).values()
-    assert known == {"{}x{}".format(*shape): shape == (64, 64) for shape in measured}
+    assert known == {"{}x{}".format(*shape): "plain" if shape == (64, 64) else "native" for shape in measured}
     again = prepare_weights(load_model("tiny"), "auto", file)
     assert (again.plain, again.tuned_seconds) == (done.plain, 0.0)
     assert len(measured) == 5
@@ -153,14 +159,35 @@ def test_what_is_faster_as_it_was_loaded_stays(tmp_path, monkeypatch):
     assert len(json.loads(file.read_text())) == 1
 
 
-def test_the_measurement_prefers_the_faster(monkeypatch):
-    """Seconds decide, and a tie is for packing."""
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(
+    ("native", "onednn", "plain", "expected"),
+    [(1.0, 1.0, 1.0, "native"), (1.0, 0.95, 0.95, "native"), (1.0, 0.5, 0.48, "onednn"), (1.0, 2.0, 0.5, "plain")],
+)
+def test_the_measurement_prefers_the_faster(monkeypatch, native, onednn, plain, expected):
+    """Seconds decide; what is preferred gives way only to what is clearly faster."""
     groups = [Group((nn.Linear(64, 64),))]
-    for plain, packed, expected in ((1.0, 1.0, False), (0.95, 1.0, False), (0.5, 1.0, True), (2.0, 1.0, False)):
-        times = iter([plain, packed] * len(weights._TUNED_ROWS))
-        monkeypatch.setattr(weights, "_seconds", lambda run, times=times: (run(), next(times))[1])
-        with torch.inference_mode():
-            assert weights._plain_is_faster(groups) is expected
+    times = iter(np.repeat([native, onednn, plain], len(weights._TUNED_ROWS)))
+    monkeypatch.setattr(weights, "_seconds", lambda run: (run(), next(times))[1])
+    with torch.inference_mode():
+        assert weights._fastest(groups) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_library_multiplies_where_there_is_one(dtype, library_folder):
+    """All of `tiny` in both dtypes; without a compiler oneDNN or torch do the work, with the same results."""
+    loaded = load_model("tiny", dtype=dtype)
+    limit = 2e-5 if dtype == "float32" else 0.02
+    done = prepare_weights(loaded, "auto")
+    assert (done.num_native, done.difference < limit) == (0, True)
+    native.enable(library_folder)
+    try:
+        loaded = load_model("tiny", dtype=dtype)
+        done = prepare_weights(loaded, "auto")
+        assert (done.num_native, done.difference < limit) == (9, True)
+        assert not any(isinstance(m, nn.Linear | PackedLinear) for m in loaded.model.modules())
+    finally:
+        native.disable()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -9,8 +9,9 @@ found at load, a `Visibility` per layer, say who sees what.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from kernels.paged_attention import RaggedBatch, Workspace, paged_attention
+from kernels.paged_attention import Plan, RaggedBatch, Workspace, paged_attention
 from kernels.store_kv import store_kv
 from worker.model.errors import ModelError
 from worker.model.kv_cache import KVCache, KVShape
@@ -186,6 +187,40 @@ class PagedContext:
         self._slots = block_ids, offsets
         self._batches: dict[int | None, RaggedBatch] = {None: batch}  # by chunk size
         self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Of attention, so far."""
+        return self._num_calls
+
+    def again(self, num_calls: int) -> Self:
+        """The same step as it was after so many calls."""
+        context = copy(self)
+        context._num_calls = num_calls
+        return context
+
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block ids and offsets, int64 [num_tokens]."""
+        return self._slots
+
+    def take_native(self, num_layers: int, group: int) -> tuple[int, list[Plan]]:
+        """For who computes the next `num_layers` calls of attention in C: the first of them, and a plan of each.
+
+        `group`: query heads of a kv head.
+        """
+        first = self._num_calls
+        self._num_calls += num_layers
+        plans = []
+        for layer in self._layers[first : self._num_calls]:
+            window, chunk_size = layer.visibility.sliding_window, layer.visibility.chunk_size
+            shape = (layer.kv_shape.num_kv_heads, group, layer.kv_shape.head_dim)
+            plans.append(self._workspaces.of(layer).native_plan(self._batch_for(chunk_size), window, *shape))
+        return first, plans
 
     @property
     def is_complete(self) -> bool:

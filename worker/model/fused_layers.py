@@ -22,11 +22,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, epsilon: float):
         super().__init__()
-        self._weight = weight
-        self._epsilon = epsilon
+        self.weight = weight
+        self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self._weight, self._epsilon)
+        return rms_norm(x, self.weight, self.epsilon)
 
 
 class GatedMLP(nn.Module):
@@ -34,11 +34,11 @@ class GatedMLP(nn.Module):
 
     def __init__(self, gate_up: nn.Module, down: nn.Module):
         super().__init__()
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._down(silu_and_mul(self._gate_up(x)))
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
 def replace_norms(model: nn.Module) -> int:

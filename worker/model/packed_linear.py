@@ -1,4 +1,4 @@
-"""Linear layers in the layout that oneDNN's matrix products want, made once after loading.
+"""Linear layers in the layout that matrix products in C or oneDNN's want, made once after loading.
 
 The default product (MKL's) is 2 to 5 times off the machine's roof at the 2 to 64 rows of a decode step, and rounds a
 row by how many others there are. A packed weight is read in the order in which it lies, and a row's result does not
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from kernels.packed_product import Arena, PackedWeight
+
 # oneDNN packs for a number of rows. What it packs for 16 serves all others, one row excepted: see PackedLinear.
 _ROWS = 16
 # Smaller layers gain nothing, and padding to whole registers could double them.
@@ -31,7 +33,7 @@ _MADV_DONTNEED = 4  # Linux
 
 
 class PackedLinear(nn.Module):
-    """x [..., in_features] -> [..., out_features], as nn.Linear."""
+    """x [..., in_features] -> [..., out_features], as nn.Linear. oneDNN multiplies."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         """weight [out_features, in_features] is copied."""
@@ -47,6 +49,19 @@ class PackedLinear(nn.Module):
         rows = x.reshape(-1, self.in_features).repeat(2, 1)
         out = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self._bias, "none", [], "")
         return out[:1].reshape(*x.shape[:-1], self.out_features)
+
+
+class NativeLinear(nn.Module):
+    """x [..., in_features] -> [..., out_features], as nn.Linear. Our library in C multiplies (`kernels/native`)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena):
+        """weight [out_features, in_features] is copied."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed = PackedWeight(weight, bias, arena)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x)
 
 
 class _Stack:
@@ -78,13 +93,14 @@ class StackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._stack.output(self._index, x)
 
-    def stacked_with(self, second: object) -> nn.Module | None:
-        """The product that consists of this layer and `second`, in that order and of equal size, if that is so."""
-        stack = self._stack
-        is_pair = (
-            isinstance(second, StackedLinear) and second._stack is stack and (self._index, second._index) == (0, 1)
+    def stacked_with(self, *others: object) -> nn.Module | None:
+        """The product that consists of this layer and `others`, in that order, if there is one."""
+        layers, stack = (self, *others), self._stack
+        is_whole = len(layers) == len(stack.sizes) and all(
+            isinstance(layer, StackedLinear) and layer._stack is stack and layer._index == i
+            for i, layer in enumerate(layers)
         )
-        return stack.linear if is_pair and len(stack.sizes) == 2 and stack.sizes[0] == stack.sizes[1] else None
+        return stack.linear if is_whole else None
 
 
 Make = Callable[[Tensor, Tensor | None], nn.Module]  # (weight, bias) -> what takes the layer's place
@@ -116,7 +132,7 @@ def weight_of(linear: nn.Module) -> Tensor:
     return linear.weight.t() if isinstance(linear, Conv1D) else linear.weight
 
 
-def can_pack(dtype: torch.dtype) -> bool:
+def onednn_serves(dtype: torch.dtype) -> bool:
     """Whether oneDNN has products of that dtype here."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -127,8 +143,13 @@ def can_pack(dtype: torch.dtype) -> bool:
     }.get(dtype, False)
 
 
-def find_groups(model: PreTrainedModel, forward: Callable[[], object]) -> list[Group]:
-    """The layers of `model` that may be packed, found by `forward()`, which runs it once. Changes nothing."""
+def find_groups(
+    model: PreTrainedModel, forward: Callable[[], object], serves: Callable[[torch.dtype], object] = onednn_serves
+) -> list[Group]:
+    """The layers of `model` that may be packed, found by `forward()`, which runs it once. Changes nothing.
+
+    serves: whether weights of a dtype can be packed.
+    """
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     total = sum(p.nbytes for p in model.parameters())
     copied = MAX_COPIED_SHARE * total
@@ -136,7 +157,7 @@ def find_groups(model: PreTrainedModel, forward: Callable[[], object]) -> list[G
         forward()
     usable = set()
     for linear in {id(m): m for m, _ in watched.calls}.values():
-        if linear in watched.read or min(linear.weight.shape) < _LEAST_FEATURES or not can_pack(linear.weight.dtype):
+        if linear in watched.read or min(linear.weight.shape) < _LEAST_FEATURES or not serves(linear.weight.dtype):
             continue
         if users[id(linear.weight)] > 1:
             copied -= linear.weight.nbytes

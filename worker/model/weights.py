@@ -1,13 +1,16 @@
 """What is done with a model's weights after loading, for the CPU: packed as it multiplies fastest, or made int8.
 
-Which layers are packed is a short measurement on this machine, kept in a file: a worker that starts again, or beside
-another, computes as the first did. Without it all layers are packed that can be.
+Who multiplies which layers (our library in C, oneDNN, or torch as they were loaded) is a short measurement on this
+machine, kept in a file: a worker that starts again, or beside another, computes as the first did. Without it all layers
+are packed that can be, for the library where there is one.
 """
 
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,32 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels import packed_product
+from kernels.packed_product import Arena
 from worker.model.errors import ModelError
 from worker.model.fused_layers import replace_mlps, replace_norms
 from worker.model.int8_linear import Int8Linear, why_not_int8
 from worker.model.loader import LoadedModel
-from worker.model.packed_linear import Group, PackedLinear, find_groups, pack, weight_of
+from worker.model.native_layers import replace_layers
+from worker.model.packed_linear import (
+    Group,
+    Make,
+    NativeLinear,
+    PackedLinear,
+    find_groups,
+    onednn_serves,
+    pack,
+    weight_of,
+)
 from worker.model.trial import difference, our_logits
 
 _TUNED_ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _TUNED_LAYERS = 4  # of a shape, in turns: one alone would stay in the cache
 _REPEATS = 3
-# A layer stays as it was loaded only where that is clearly faster: packed, its results do not depend on the batch.
+# What is preferred gives way only to what is clearly faster: as it was loaded, a layer's results depend on the batch.
 _CLEARLY = 0.9
+_PLAIN = "plain"
+_CHUNKS = ((0, 7), (7, 11), (11, 12))  # on which whole layers are tried; the last is a decode
 _MAX_PRODUCTS = 1 << 31  # multiplications of one tuned product: the output head of 256 rows is no step's work
 # By how much packing may change logits, of their size. Rounding makes 1e-6 in float32; in half precision it also makes
 # experts change places.
@@ -40,8 +57,10 @@ class PreparedWeights:
 
     num_layers: int  # that were packed
     num_products: int  # that they became
+    num_native: int  # of those: multiplied by our library
     num_norms: int  # that became one operation each
     num_mlps: int  # gated feed-forward layers that became three
+    num_decoder_layers: int  # decoder layers that are computed in C as a whole
     plain: tuple[str, ...]  # shapes that stayed as they were loaded because that is faster here
     difference: float  # of a short prompt's logits, by their size
     tuned_seconds: float  # 0: nothing was measured, or it was found in the file
@@ -57,23 +76,33 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         raise ModelError(f"--weights int8 cannot be had here: {reason}")
     with torch.inference_mode():
         before = our_logits(model, layers)
-        groups = find_groups(model, lambda: our_logits(model, layers, ((0, 12),)))
-        seconds, plain = 0.0, frozenset()
-        if weights == "auto" and tuning is not None and groups:
-            seconds, plain = _tune(groups, tuning)
-        groups = [group for group in groups if _name(group) not in plain]
-        pack(model, groups, Int8Linear if weights == "int8" else PackedLinear)
+        makes = _makes(Arena()) if weights == "auto" else {"int8": Int8Linear}
+        serves = _who_serves if weights == "auto" else onednn_serves
+        groups = find_groups(model, lambda: our_logits(model, layers, ((0, 12),)), serves)
+        seconds = 0.0
+        if weights == "int8":
+            chosen = dict.fromkeys(map(_name, groups), weights)
+        elif tuning is not None and groups:
+            seconds, chosen = _tune(groups, tuning)
+        else:
+            chosen = {_name(group): _who_serves(_dtype(group))[0] for group in groups}
+        by_make = {make: [group for group in groups if chosen[_name(group)] == make] for make in makes}
+        for make, members in by_make.items():
+            pack(model, members, makes[make])
         num_norms, num_mlps = replace_norms(model), replace_mlps(model)
+        num_decoder_layers = replace_layers(model, layers, lambda: our_logits(model, layers, _CHUNKS))
         changed = difference(before, our_logits(model, layers))
     limit = _MAX_DIFFERENCE.get(loaded.dtype, _MAX_DIFFERENCE_HALF)
     if weights == "auto" and not changed <= limit:
         raise ModelError(f"packing changed the model's results by {changed:.0%}: start with --weights plain")
     return PreparedWeights(
-        num_layers=sum(len(group.linears) for group in groups),
-        num_products=len(groups),
+        num_layers=sum(len(group.linears) for members in by_make.values() for group in members),
+        num_products=sum(map(len, by_make.values())),
+        num_native=len(by_make.get("native", ())),
         num_norms=num_norms,
         num_mlps=num_mlps,
-        plain=tuple(sorted(plain)),
+        num_decoder_layers=num_decoder_layers,
+        plain=tuple(sorted(shape for shape, make in chosen.items() if make == _PLAIN)),
         difference=changed,
         tuned_seconds=seconds,
     )
@@ -83,41 +112,67 @@ def _name(group: Group) -> str:
     return "{}x{}".format(*group.shape)
 
 
-def _tune(groups: Sequence[Group], file: Path) -> tuple[float, frozenset[str]]:
-    """Seconds spent, and the shapes that are faster as they are. Adds to `file` what it does not know yet."""
+def _makes(arena: Arena) -> dict[str, Make]:
+    """What may take a layer's place, the preferred first."""
+    return {"native": partial(NativeLinear, arena=arena), "onednn": PackedLinear}
+
+
+def _who_serves(dtype: torch.dtype) -> list[str]:
+    """Those of `_makes` that multiply in that dtype here."""
+    serves = {"native": packed_product.serves, "onednn": onednn_serves}
+    return [make for make, can in serves.items() if can(dtype)]
+
+
+def _dtype(group: Group) -> torch.dtype:
+    return weight_of(group.linears[0]).dtype
+
+
+def _tune(groups: Sequence[Group], file: Path) -> tuple[float, dict[str, str]]:
+    """Seconds spent, and what is fastest for each shape. Adds to `file` what it does not know yet."""
     by_shape: dict[str, list[Group]] = {}
     for group in groups:
         by_shape.setdefault(_name(group), []).append(group)
-    dtype = weight_of(groups[0].linears[0]).dtype
-    key = f"{_cpu()}, torch {torch.__version__}, {dtype}, {torch.get_num_threads()} threads"
-    known: dict[str, bool] = _read(file).get(key, {})
+    dtype = _dtype(groups[0])
+    who = " or ".join(_who_serves(dtype))
+    key = f"{_cpu()}, torch {torch.__version__}, {dtype}, {torch.get_num_threads()} threads, {who}"
+    known: dict[str, str] = _read(file).get(key, {})
     began = time.perf_counter()
     missing = [name for name in by_shape if name not in known]
     for name in missing:
-        known[name] = _plain_is_faster(by_shape[name][:_TUNED_LAYERS])
+        known[name] = _fastest(by_shape[name][:_TUNED_LAYERS])
     if missing:
         # Read again: another worker may have written meanwhile. What it found for the same shapes stays.
         everything = _read(file)
         known = known | everything.get(key, {})
         _write(file, everything | {key: known})
     seconds = time.perf_counter() - began if missing else 0.0
-    return seconds, frozenset(name for name in by_shape if known[name])
+    return seconds, {name: known[name] for name in by_shape}
 
 
-def _plain_is_faster(groups: Sequence[Group]) -> bool:
-    """Whether the layers as loaded beat the packed product, over all row counts alike."""
-    weights = [[weight_of(linear) for linear in group.linears] for group in groups]
-    packed = [PackedLinear(torch.cat(parts), None) for parts in weights]
+def _fastest(groups: Sequence[Group]) -> str:
+    """Which of those that serve, or plain, over all row counts alike."""
     out_features, in_features = groups[0].shape
-    ratio, num = 1.0, 0
-    for rows in _TUNED_ROWS:
-        if num and rows * out_features * in_features > _MAX_PRODUCTS:
-            break
-        x = torch.randn(rows, in_features).to(weights[0][0].dtype)
-        plain = _seconds(lambda x=x: [F.linear(x, part) for parts in weights for part in parts])
-        ratio *= plain / _seconds(lambda x=x: [linear(x) for linear in packed])
-        num += 1
-    return ratio ** (1 / num) < _CLEARLY
+    rows = [n for n in _TUNED_ROWS if n == 1 or n * out_features * in_features <= _MAX_PRODUCTS]
+    inputs = [torch.randn(n, in_features).to(_dtype(groups[0])) for n in rows]
+    best, least = "", 0.0
+    for make in (*_who_serves(_dtype(groups[0])), _PLAIN):
+        products = _products(groups, make)  # one kind after the other: copies take memory
+        seconds = prod(_seconds(partial(_call, products, x)) ** (1 / len(rows)) for x in inputs)
+        if not best or seconds < _CLEARLY * least:
+            best, least = make, seconds
+    return best
+
+
+def _products(groups: Sequence[Group], make: str) -> list[Callable[[Tensor], Tensor]]:
+    weights = [[weight_of(linear) for linear in group.linears] for group in groups]
+    if make == _PLAIN:
+        return [partial(F.linear, weight=part) for parts in weights for part in parts]
+    linear = _makes(Arena())[make]
+    return [linear(torch.cat(parts), None) for parts in weights]
+
+
+def _call(products: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> list[Tensor]:
+    return [product(x) for product in products]
 
 
 def _seconds(run: Callable[[], list[Tensor]]) -> float:
