@@ -5,6 +5,7 @@
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ class Arena:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._chunk, self._used = mmap.mmap(-1, max(_CHUNK, num_bytes), flags), 0
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+                with suppress(OSError):  # a system without them
+                    self._chunk.madvise(mmap.MADV_HUGEPAGE)
         taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
