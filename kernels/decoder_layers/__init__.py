@@ -1,7 +1,7 @@
 """Whole decoder layers in C (`kernels/native/layers.c`), in one call: float32 activations, on CPUs.
 
-A layer as Llama has it: x += o(attention(rotary(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))); with
-biases, and norms of the heads of queries and keys, where there are some.
+A layer as Llama has it: x += o(attention(rotary(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x)));
+with biases, and norms of the heads of queries and keys, where there are some.
 """
 
 import ctypes

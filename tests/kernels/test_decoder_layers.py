@@ -84,7 +84,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turning * cos[:, None].double() + other * sin[:, None].double(), rest), -1)
 
 
-def naive(x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, kv_dtype: torch.dtype, *, has_head_norms: bool) -> Tensor:
+def naive(
+    x: Tensor, weights: Weights, cos: Tensor, sin: Tensor, kv_dtype: torch.dtype, *, has_head_norms: bool
+) -> Tensor:
     """The layer in float64, of one sequence from its first token on."""
     heads = KV_HEADS * GROUP
     qkv = norm(x, weights.norms[0]) @ weights.qkv[0].double().T + weights.qkv[1].double()

@@ -11,7 +11,13 @@ from tests.kernels.paged import SCALE, dense_attention, make_case
 
 CONTEXT = 600  # three splits
 CUTS = [(CONTEXT,), (1, CONTEXT - 1), (255, 2, CONTEXT - 257), (17,) * 35 + (5,), (1,) * CONTEXT]
-OPTIONS = [{}, {"sliding_window": 290}, {"sliding_window": 3}, {"softcap": 2.0}, {"sinks": torch.tensor([1.0, -9.0, 5.0])}]
+OPTIONS = [
+    {},
+    {"sliding_window": 290},
+    {"sliding_window": 3},
+    {"softcap": 2.0},
+    {"sinks": torch.tensor([1.0, -9.0, 5.0])},
+]
 
 
 @pytest.fixture(autouse=True)
