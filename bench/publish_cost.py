@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2", help="tiny, smollm2, or a folder")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     start_logging("bench", "error", json_lines=True)
