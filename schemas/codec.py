@@ -57,10 +57,13 @@ def decode_map(value: bytes | None, content_type: ContentType, limits: Limits = 
     return decoded
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def encode_map(value: Mapping[str, object], content_type: ContentType) -> bytes:
     """The reverse of `decode_map`; tuples become lists. Raises ValueError or TypeError for what cannot be encoded."""
     if content_type is ContentType.JSON:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return _JSON.encode(value).encode()
     packed: bytes = msgpack.packb(value)
     return packed
 

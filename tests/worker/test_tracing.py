@@ -1,8 +1,10 @@
 """The spans of a request, as docs/metrics.md lists them: names, kinds, parents, links, attributes and order."""
 
+import json
 from collections.abc import Sequence
 
 import pytest
+import structlog
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
@@ -378,3 +380,36 @@ def failing_once(send):
         return await send(*arguments)
 
     return call
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "S3cret"},
+        {"messages": [{"role": "user", "content": "S3cret"}]},
+        {"prompt": "x", "stop": ["S3cret"], "user": "x"},
+        {"prompt": ["S3cret"]},
+        {"prompt": "x", "temperature": "S3cret"},
+        {"prompt": "x", "model": "other"},
+    ],
+    ids=["prompt", "messages", "stop", "type", "value", "model"],
+)
+async def test_no_prompt_and_no_answer_in_traces_logs_or_dead_letters(body: dict[str, object]):
+    """Served or refused: spans, log lines and what the DLQ says about a record hold nothing of its content."""
+    world = World(traced=True)
+    raw = json.dumps({"max_tokens": 12, "temperature": 0} | body).encode()
+    world.publish("a", raw=raw, headers=[PRODUCER])
+    world.publish("b", raw=raw[:-1], headers=[PRODUCER])  # cut off: no JSON any more
+    with structlog.testing.capture_logs() as lines:
+        async with world.worker() as server:
+            await world.serve(server)
+            await until(lambda: not server._burials)
+    written = [span.to_json() for span in world.spans.get_finished_spans()] + [str(line) for line in lines]
+    letters = [header for letter in world.broker.topics["prompts.dlq"][0] for header in letter.headers]
+    assert len(letters) > 2
+    assert written
+    answer = world.answer("a")
+    told = "".join(answer.text.values())
+    for text in [*written, *map(str, letters)]:
+        assert "S3cret" not in text
+        assert not told or told not in text

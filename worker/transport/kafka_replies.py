@@ -40,7 +40,10 @@ class KafkaReplies:
     def __init__(self, connections: KafkaConnections, max_record_bytes: int) -> None:
         self._connections = connections
         self._max_record_bytes = max_record_bytes
-        self._sends: set[asyncio.Task[int | None]] = set()  # in flight, also those that nobody waits for any more
+        # In flight, also those that nobody waits for any more: the topic, and since when (event loop time).
+        self._sends: dict[asyncio.Task[int | None], tuple[str, float]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._gone: set[str] = set()  # topics with sends that are to end
         self._num_sends: Counter[str] = Counter()  # of them, by topic
         self._ended: set[str] = set()  # topics to forget when nothing is in flight to them
         self._failing: set[str] = set()  # what fails now, and was logged
@@ -50,6 +53,8 @@ class KafkaReplies:
             self._readers.put_nowait(None)  # started on first use
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.gather(*(reader.stop() for reader in self._started))
 
     async def locate(self, address: ReplyAddress) -> ReplyAddress | None:
@@ -77,30 +82,39 @@ class KafkaReplies:
         if _size(address.correlation_id, value, headers) > self._max_record_bytes:
             raise RecordTooLarge(f"a record of {len(value)} bytes")
         # A task of its own: whoever waits for it may be cancelled, and the record is on its way all the same.
-        sending = self._append_or_give_up(address.topic, address.partition, address.correlation_id, value, headers)
+        sending = self._append(address.topic, address.partition, address.correlation_id, value, headers)
         task = asyncio.create_task(sending, name=f"send to {address.topic}")
-        self._sends.add(task)
+        self._sends[task] = address.topic, asyncio.get_running_loop().time()
         task.add_done_callback(self._sent)
-        return await asyncio.shield(task)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._give_up_what_is_gone(), name="pending sends")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by our watch
+                raise ReplyTopicGone(address.topic) from None
+            raise
 
     def _sent(self, task: asyncio.Task[int | None]) -> None:
-        self._sends.discard(task)
+        self._sends.pop(task, None)
         if not task.cancelled():
             task.exception()  # perhaps nobody waits for it any more
 
-    async def _append_or_give_up(
-        self, topic: str, partition: int | None, key: bytes, value: bytes, headers: Headers
-    ) -> int | None:
-        """As `_append`; raises ReplyTopicGone when the topic is deleted meanwhile."""
-        task = asyncio.create_task(self._append(topic, partition, key, value, headers), name=f"append to {topic}")
-        while not (await asyncio.wait([task], timeout=PENDING_S))[0]:
-            # The producer finds out only after its time-out that the topic is gone, and holds a seat until then.
-            if not await self._still_exists(topic):
-                self._connections.abandon_topic(topic)
-                await asyncio.wait([task], timeout=PENDING_S)
-                task.cancel()
-                raise ReplyTopicGone(topic)
-        return task.result()
+    async def _give_up_what_is_gone(self) -> None:
+        """Ends sends to topics that were deleted meanwhile: the producer finds out only after its time-out, and holds a
+        seat until then. One task for all sends, as most of them take no time."""
+        loop = asyncio.get_running_loop()
+        while self._sends:
+            await asyncio.sleep(PENDING_S / 2)
+            late = [(t, topic) for t, (topic, since) in self._sends.items() if loop.time() - since >= PENDING_S]
+            for topic in dict.fromkeys(topic for _, topic in late):
+                if topic not in self._gone and not await self._still_exists(topic):
+                    self._gone.add(topic)
+                    self._connections.abandon_topic(topic)
+            await asyncio.sleep(PENDING_S / 2)
+            for task, topic in late:
+                if topic in self._gone:
+                    task.cancel()  # nothing, where it has ended by itself
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
         room = self._max_record_bytes - _size(key, b"", headers)
@@ -131,6 +145,8 @@ class KafkaReplies:
         except TopicAuthorizationFailedError as e:
             raise ReplyUnauthorised(topic) from e
         except KafkaError as e:
+            if topic in self._gone:
+                raise ReplyTopicGone(topic) from e
             log.info("replies.send_failed", topic=topic, error=repr(e))
             # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
             # can write nothing more to that partition.
@@ -141,6 +157,7 @@ class KafkaReplies:
             self._num_sends[topic] -= 1
             if not self._num_sends[topic]:
                 del self._num_sends[topic]
+                self._gone.discard(topic)
                 if topic in self._ended:
                     self._forget(topic)
         offset: int = acknowledged.offset
