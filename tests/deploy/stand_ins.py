@@ -40,7 +40,19 @@ COMMANDS = (
     *("true", "false", "expr", "grep", "sed", "mawk", "find", "xargs", "tar", "gzip", "wget", "touch", "mktemp", "tee"),
     *("hostname", "stat", "seq", "useradd", "groupadd", "getent"),
 )
-OF_GLIBC = ("c", "m", "rt", "dl", "pthread", "util", "resolv", "anl", "nss_files", "nss_dns")  # what wheels may expect
+OF_GLIBC = (
+    "c",
+    "m",
+    "rt",
+    "dl",
+    "pthread",
+    "util",
+    "resolv",
+    "anl",
+    "mvec",
+    "nss_files",
+    "nss_dns",
+)  # what wheels may expect
 PASSWD = "root:x:0:0::/root:/bin/sh\nappuser:x:1000:1000::/home/appuser:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n"
 GROUP = "root:x:0:\nappuser:x:1000:\nnogroup:x:65534:\n"
 # As the published image does it: the wrapper makes the configuration of KAFKA_* and formats the storage.
@@ -60,6 +72,19 @@ LOGGING = """Configuration:
 API_VERSIONS = """#!/bin/sh
 exec java -Xmx64m -XX:TieredStopAtLevel=1 -cp '/opt/kafka/libs/*' \
     org.apache.kafka.tools.BrokerApiVersionsCommand "$@"
+"""
+
+
+# What the Dockerfile installs, and what of Debian that takes; `_compiler` brings the machine's own copies.
+COMPILER = ("gcc", "libc6-dev", "gcc-12", "cpp", "cpp-12", "libgcc-12-dev", "linux-libc-dev", "libcrypt-dev")
+COMPILER += ("binutils", "binutils-common", "binutils-x86-64-linux-gnu")
+APT_GET = """#!/bin/sh
+for each in "$@"; do
+    case "$each" in
+        update | install | -y | --no-install-recommends | gcc | libc6-dev) ;;
+        *) echo "apt-get: this stand-in has no $each" >&2; exit 100 ;;
+    esac
+done
 """
 
 
@@ -165,10 +190,26 @@ def _python(root: Root) -> None:
         root.link(f"usr/local/bin/{name}", version)
     for name in ("libstdc++.so.6", "libgcc_s.so.1"):  # the official image has them: torch loads them
         root.file(Path("/", LIBRARIES, name).resolve(), f"{LIBRARIES}/{name}")
+    _compiler(root)
     wheels = os.environ.get("PIP_FIND_LINKS", "")
     if wheels and Path(wheels).is_dir():
         root.tree(Path(wheels), wheels.lstrip("/"))
     root.text("etc/pip.conf", f"[global]\ncert = /etc/ssl/certs/ca-certificates.crt\nfind-links = {wheels}\n")
+
+
+def _compiler(root: Root) -> None:
+    """What `apt-get install gcc libc6-dev` leaves, with an `apt-get` that has nothing more to do."""
+    for package in COMPILER:
+        listed = subprocess.run(["dpkg", "-L", package], capture_output=True, text=True, check=False)
+        if listed.returncode:
+            raise Missing(f"no {package}: install Debian's packages gcc and libc6-dev")
+        for path in map(Path, listed.stdout.splitlines()):
+            if path.is_file() and not path.is_relative_to("/usr/share"):
+                name = str(path).lstrip("/")
+                root.program(path, name if name.startswith("usr/") else f"usr/{name}")
+    root.link("usr/bin/cc", "gcc")
+    root.text("usr/bin/apt-get", APT_GET, 0o755)
+    root.folder("var/lib/apt/lists")
 
 
 def _kafka(root: Root) -> None:

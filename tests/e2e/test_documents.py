@@ -30,7 +30,7 @@ COMMANDS = ("submit", "status", "cancel", "topics", "dlq", "reap")  # those that
 STAYING = {
     "broker": (b"ready", 0),
     "worker": (b"ready", 0),
-    "top": (b"serves tiny: ready", 130),
+    "top": (b"serves tiny", 130),
     "console": (b"http://", 130),
 }
 DEAD_LETTER = "0:17"  # in the examples
@@ -125,15 +125,18 @@ def stays(words: list[str], bootstrap: str, url: str) -> None:
     command = [sys.executable, "-m", "service", *words]
     with subprocess.Popen(command, env=environment, stdout=its_side, stderr=subprocess.DEVNULL) as process:
         os.close(its_side)
-        shown = b""
-        while begins not in shown:
-            assert select.select([terminal], [], [], 120)[0], f"{words}: {shown!r}"
-            shown += os.read(terminal, 1 << 16)
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # the other side is closed
-            while os.read(terminal, 1 << 16):
-                pass
-        assert process.wait(120) == status, words
+        try:
+            shown = b""
+            while begins not in shown:
+                assert select.select([terminal], [], [], 120)[0], f"{words}: {shown!r}"
+                shown += os.read(terminal, 1 << 16)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # the other side is closed
+                while os.read(terminal, 1 << 16):
+                    pass
+            assert process.wait(120) == status, words
+        finally:
+            process.kill()
     os.close(terminal)
 
 
