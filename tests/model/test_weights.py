@@ -192,7 +192,7 @@ def test_our_library_multiplies_where_there_is_one(dtype, library_folder):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_an_int8_layer_is_nearly_a_linear_layer_whatever_the_batch(has_bias):
-    """Within two percent of the largest result (four where inputs have 7 bits), and a row's bits are those in any batch."""
+    """Within two percent of the largest result, four where inputs have 7 bits; a row's bits are those in any batch."""
     torch.manual_seed(0)
     weight = torch.randn(96, 576) / 24
     bias = torch.randn(96) if has_bias else None
