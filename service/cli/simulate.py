@@ -16,7 +16,7 @@ _TRACE_HELP = "CSV: arrival_s,tenant,input_tokens,output_tokens[,tier]."
 
 def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="FILE.csv", help=_TRACE_HELP)] = None,
-    profile: Annotated[str, typer.Option(metavar="h200|cpu|FILE.toml", help="The machine and its model.")] = "h200",
+    profile: Annotated[str, typer.Option(metavar="h200|a100|cpu|FILE.toml", help="The machine and its model.")] = "h200",
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="Who goes next: composite, fcfs, priority, wfq, srtf or edf.")
     ] = "composite",
@@ -47,10 +47,11 @@ def simulate(
     `tpot = 0.05`, `deadline = 60`, `max_queued_tokens = 100000`, `tenants = ["chat"]`, and `[tenants.chat]` with
     `weight = 2`.
 
-    **Profiles**: `h200` is Llama-3.1-8B in bf16 on one H200, computed from data sheets; `cpu` is SmolLM2-135M on two
-    cores, estimated. For figures of your own: a TOML file with `like = "h200"` and what differs (base_s, prefill_s,
-    context_s, decode_s, swap_s, num_blocks, num_host_blocks, block_size, max_num_seqs, max_num_batched_tokens,
-    max_model_len).
+    **Profiles**: `h200` is Llama-3.1-8B in bf16 on one H200, and `a100` Llama-2-7B with 4-bit weights on one A100, both
+    computed from data sheets; `cpu` is SmolLM2-135M on two cores, estimated. For figures of your own: a TOML file with
+    `like = "h200"` and what differs (base_s, prefill_s, context_s, decode_s, swap_s, num_blocks, num_host_blocks,
+    block_size, max_num_seqs, max_num_batched_tokens, max_model_len), or `python -m bench.step_times FILE.toml`, which
+    measures this machine.
 
     Requests are spread over workers at random (--seed), as Kafka spreads records without a key. *Goodput* is requests a
     second that met their tier's targets.
