@@ -16,7 +16,9 @@ _TRACE_HELP = "CSV: arrival_s,tenant,input_tokens,output_tokens[,tier]."
 
 def simulate(
     trace: Annotated[Path | None, typer.Option(metavar="FILE.csv", help=_TRACE_HELP)] = None,
-    profile: Annotated[str, typer.Option(metavar="h200|a100|cpu|FILE.toml", help="The machine and its model.")] = "h200",
+    profile: Annotated[
+        str, typer.Option(metavar="h200|a100|cpu|FILE.toml", help="The machine and its model.")
+    ] = "h200",
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="Who goes next: composite, fcfs, priority, wfq, srtf or edf.")
     ] = "composite",
