@@ -1,6 +1,7 @@
 """`carousel top`: a worker's snapshots in the terminal."""
 
-import time
+import signal
+import threading
 from typing import Annotated
 
 import typer
@@ -58,13 +59,15 @@ def top(
         else:
             console().print(picture(shown, seats))
         return
-    try:
-        with Live(Text("..."), console=console(), auto_refresh=False, screen=console().is_terminal) as live:
-            while True:
-                live.update(_look(worker, seats), refresh=True)
-                time.sleep(every)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    # Not KeyboardInterrupt: raised while an object is being destroyed it is printed and lost.
+    stopped = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: stopped.set())
+    with Live(Text("..."), console=console(), auto_refresh=False, screen=console().is_terminal) as live:
+        while True:
+            live.update(_look(worker, seats), refresh=True)
+            if stopped.wait(every):
+                break
+    raise typer.Exit(130)
 
 
 def _look(worker: str, num_seats: int) -> Group | Text:
