@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import decoder_layers, native
+from kernels import decoder_layers
 from kernels.decoder_layers import DecoderLayer, DecoderLayers, LayerCache, Norm, profiled
 from kernels.packed_product import Arena, PackedWeight
 from kernels.paged_attention import RaggedBatch
@@ -18,12 +18,7 @@ HIDDEN, KV_HEADS, GROUP, DIM, MLP, BLOCK, EPSILON = 48, 2, 3, 16, 300, 4, 1e-5
 NUM_TOKENS = 70
 
 
-@pytest.fixture(autouse=True)
-def library(library_folder):
-    native.enable(library_folder)
-    yield
-    torch.set_num_threads(1)
-    native.disable()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 @dataclass

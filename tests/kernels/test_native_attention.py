@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import native
 from kernels.paged_attention import RaggedBatch, Workspace, paged_attention
 from kernels.quantised import LARGEST
 from tests.kernels.paged import SCALE, dense_attention, make_case
@@ -20,12 +19,7 @@ OPTIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def library(library_folder):
-    native.enable(library_folder)
-    yield
-    torch.set_num_threads(1)
-    native.disable()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def attend(case, query_lens, context_lens, query, **options):

@@ -14,12 +14,7 @@ SHAPES = [(1, 1), (33, 65), (64, 2), (96, 64), (17, 191), (128, 192), (50, 193),
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 64, 128, 129, 255]
 
 
-@pytest.fixture(autouse=True)
-def library(library_folder):
-    native.enable(library_folder)
-    yield
-    torch.set_num_threads(1)
-    native.disable()
+pytestmark = pytest.mark.usefixtures("library")
 
 
 def make(out_features, in_features, dtype, has_bias):
