@@ -59,7 +59,7 @@ class Member:
         return pid
 
     def last_step(self) -> dict[str, Any] | None:
-        """The newest line of the step log."""
+        """The newest line of the step log, which may be of a process that is no more."""
         if not self.step_log.exists():
             return None
         lines = self.step_log.read_text().splitlines()

@@ -278,11 +278,18 @@ async def _behind(admin: AIOKafkaAdminClient, consumer: Any) -> list[str]:
     return cases
 
 
-def judge_blocks(members: Sequence[Member], verdict: Verdict) -> None:
-    """After one-block probes, a worker's last step holds one block for each that ran in it."""
+def judge_blocks(members: Sequence[Member], verdict: Verdict, since: float) -> None:
+    """After one-block probes, a worker's last step holds one block for each that ran in it.
+
+    since: time.monotonic() when the probes began. A worker that owns no partition got none, and its last step may be
+    that of a process killed in the middle of its work.
+    """
     for member in members:
         step = member.last_step()
-        if step is not None and step["num_blocks_used"] > step["num_running"]:
+        if step is None or step["at"] < since:
+            continue
+        verdict.counts["workers whose blocks were counted"] += 1
+        if step["num_blocks_used"] > step["num_running"]:
             verdict.add("blocks leaked", f"{member.name}: {step['num_blocks_used']} for {step['num_running']} running")
 
 

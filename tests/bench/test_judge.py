@@ -1,5 +1,6 @@
 """The judge of the fault campaign finds each fault that is put before it, and nothing in a clean log."""
 
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,13 +86,15 @@ def test_what_was_asked_for_is_no_fault(reader: ModuleType):
 
 
 def test_leaked_blocks(tmp_path: Path):
-    """More blocks in use than one for each short probe that ran."""
+    """More blocks in use than one for each short probe that ran. Steps before the probes may be a killed process's."""
     member = Member("w1", None, tmp_path)  # type: ignore[arg-type]
-    for used, found in ((2, set()), (3, {"blocks leaked"})):
-        member.step_log.write_text('{"num_blocks_used": %d, "num_running": 2}\n' % used)  # noqa: UP031
+    leak = {"blocks leaked"}
+    for at, used, num_counted, found in ((20.0, 2, 1, set()), (20.0, 3, 1, leak), (19.9, 3, 0, set())):
+        member.step_log.write_text(json.dumps({"at": at, "num_blocks_used": used, "num_running": 2}) + "\n")
         verdict = Verdict()
-        judge_blocks([member], verdict)
+        judge_blocks([member], verdict, since=20.0)
         assert set(verdict.faults) == found
+        assert verdict.counts["workers whose blocks were counted"] == num_counted
 
 
 def test_a_seed_draws_the_same_faults():
