@@ -15,7 +15,11 @@
 #define TILE 64       /* positions whose keys or values are at hand together */
 #define MAX_ROWS 48   /* query heads that are computed together */
 #define MAX_DIM 512
-#define ROWS 3        /* of a register tile: 12 of AVX2's 16 registers hold sums */
+#if defined(__AVX512F__)
+#define ROWS 6        /* of a register tile: 24 of 32 registers hold sums, of AVX2's 16 registers 12 */
+#else
+#define ROWS 3
+#endif
 #define COLUMNS 4
 
 /* Query heads of one kv head, and what they have come to. A row is a head of a query. */
@@ -120,11 +124,20 @@ INLINE void add_tile(float *part, const float *weights, const float *const *valu
         for (int w = 0; w < width; w++) *(floats *)(part + r * dim + w * LANES) = sums[r][w];
 }
 
+#if ROWS > 3
+#define MORE_ROWS(call)                                                                                                \
+    case 3: call(3); break;                                                                                            \
+    case 4: call(4); break;                                                                                            \
+    case 5: call(5); break;
+#else
+#define MORE_ROWS(call)
+#endif
 #define WITH_ROWS(n, call)                                                                                             \
     switch (n) {                                                                                                       \
         case 1: call(1); break;                                                                                        \
         case 2: call(2); break;                                                                                        \
-        default: call(3);                                                                                              \
+        MORE_ROWS(call)                                                                                                \
+        default: call(ROWS);                                                                                           \
     }
 
 static void score_rows(const float *query, const float *const *keys, int64_t dim, float *scores, int64_t num_rows) {
@@ -143,8 +156,8 @@ static void add_rows(float *part, const float *weights, const float *const *valu
     for (; i < dim; i += LANES) WITH_ROWS(num_rows, ADD_1)
 }
 
-/* How many rows the next register tile has, of those that are left: none with a single one where two of two would do. */
-INLINE int64_t tile_rows(int64_t left) { return left == 4 ? 2 : left < ROWS ? left : ROWS; }
+/* How many rows the next register tile has, of those that are left: 4 rows in tiles of at most 3 are 2 and 2. */
+INLINE int64_t tile_rows(int64_t left) { return left <= ROWS ? left : left < 2 * ROWS ? (left + 1) / 2 : ROWS; }
 
 /* Scores [from, to) of a split become weights exp(score - largest), 0 outside of [low, high), which the row sees. */
 static void weigh(float *scores, int64_t from, int64_t to, int64_t low, int64_t high, float softcap, float *best,

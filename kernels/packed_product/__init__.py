@@ -4,13 +4,11 @@
 """
 
 import ctypes
-import mmap
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from kernels import native
+from kernels import huge_pages, native
 
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1}  # as in gemm.h
 _CHUNK = 1 << 28  # bytes of address space; memory is taken as it is written
@@ -23,25 +21,20 @@ def serves(dtype: torch.dtype) -> bool:
 
 
 class Arena:
-    """Memory for weights, in huge pages where the system has them.
+    """Memory for weights.
 
     Reading all weights once takes 1.4 times as long from pages of 4 KiB, and most weights are smaller than a huge page.
     """
 
     def __init__(self) -> None:
-        self._chunk: mmap.mmap | None = None
+        self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of zeros, for as long as it is referred to."""
-        if self._chunk is None or self._used + num_bytes > len(self._chunk):
-            # Private: shared memory has other rules for huge pages.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._chunk, self._used = mmap.mmap(-1, max(_CHUNK, num_bytes), flags), 0
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # a system without them
-                    self._chunk.madvise(mmap.MADV_HUGEPAGE)
-        taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
+        if self._used + num_bytes > len(self._chunk):
+            self._chunk, self._used = huge_pages.allocate(max(_CHUNK, num_bytes)), 0
+        taken = self._chunk[self._used : self._used + num_bytes]
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
 

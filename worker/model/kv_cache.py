@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels import huge_pages
 from kernels.quantised import LARGEST
 
 _MEMINFO = Path("/proc/meminfo")
@@ -49,7 +50,10 @@ class KVCache:
         sizes = [block_size * (s.bytes_per_token(dtype) if quantised else s.size) for s in shapes]
         # A layer's scales begin at whole floats.
         sizes = [-(-size // _SCALE_BYTES) * _SCALE_BYTES for size in sizes] if quantised else sizes
-        self.blocks: Tensor = torch.empty(num_blocks, sum(sizes), dtype=torch.uint8 if quantised else dtype)
+        stored_dtype = torch.uint8 if quantised else dtype
+        # Attention reads a context's blocks wherever they lie: with pages of 4 KiB it mostly waits for page tables.
+        memory = huge_pages.allocate(num_blocks * sum(sizes) * stored_dtype.itemsize)
+        self.blocks: Tensor = memory.view(stored_dtype).view(num_blocks, sum(sizes))
         # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim], and of a quantised
         # cache those of their scales, float32 [num_blocks, block_size, num_kv_heads].
         layers, scales = [], []
