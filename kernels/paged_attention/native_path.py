@@ -14,7 +14,7 @@ from kernels.paged_attention.batch import RaggedBatch
 
 _SPLIT = 256  # positions, as in attention.c
 _ROWS = 48  # query heads of a piece, likewise
-_LANES = 16
+_LANES = 16  # at most, as in vectors.h
 _MAX_HEAD_DIM = 512
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
