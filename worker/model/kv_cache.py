@@ -43,13 +43,22 @@ class KVShape:
 class KVCache:
     """Keys and values of all layers. Its memory is touched as blocks are first written."""
 
-    def __init__(self, num_blocks: int, block_size: int, shapes: Sequence[KVShape], dtype: torch.dtype):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        shapes: Sequence[KVShape],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
         """`shapes`: of the layers, which may differ."""
         quantised = dtype in LARGEST
         sizes = [block_size * (s.bytes_per_token(dtype) if quantised else s.size) for s in shapes]
         # A layer's scales begin at whole floats.
         sizes = [-(-size // _SCALE_BYTES) * _SCALE_BYTES for size in sizes] if quantised else sizes
-        self.blocks: Tensor = torch.empty(num_blocks, sum(sizes), dtype=torch.uint8 if quantised else dtype)
+        self.blocks: Tensor = torch.empty(
+            num_blocks, sum(sizes), dtype=torch.uint8 if quantised else dtype, device=device
+        )
         # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim], and of a quantised
         # cache those of their scales, float32 [num_blocks, block_size, num_kv_heads].
         layers, scales = [], []

@@ -15,7 +15,7 @@ from worker.model.loader import LoadedModel
 from worker.model.sampler import sample
 
 NUM_MEASURED_COPIES = 16
-_NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
+NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
 
 
 class TorchRunner:
@@ -67,7 +67,7 @@ class TorchRunner:
         outcome = StepOutcome(plan.step, copy_seconds=copy_seconds)
         for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
             if token is None:
-                outcome.failed[seq_id] = _NO_DISTRIBUTION
+                outcome.failed[seq_id] = NO_DISTRIBUTION
             else:
                 outcome.tokens[seq_id] = token
         # The rows of those that have failed are forgotten with the next plan.
