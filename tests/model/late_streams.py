@@ -80,7 +80,8 @@ class LateStreams:
             ready = [p for p in needed.values() if all(a.done_at is not None for a in p.after)]
             point = min(ready, key=lambda p: self.order.index(p.stream))
             del needed[id(point)]
-            if point.work is not None:
-                point.work()
+            work, point.work = point.work, None  # what fails is not tried again
+            if work is not None:
+                work()
             self.num_done += 1
-            point.done_at, point.after, point.work = self.num_done, [], None
+            point.done_at, point.after = self.num_done, []

@@ -3,26 +3,33 @@
 import importlib.util
 import itertools
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.engine.builders import make_config, make_request
 from tests.model.late_streams import LateStreams
 from tests.model.plan_driver import GREEDY, PlanDriver
 from tests.model.reference import random_prompts, token_ids
 from worker.engine.outputs import BlockCopy, NewSequence, SamplingParams, ScheduledSequence, StepPlan
+from worker.engine.scheduler import Scheduler
+from worker.loop import EngineLoop
 from worker.model import device as device_module
 from worker.model import gpu
+from worker.model.attention import leave_attention_uncompiled
 from worker.model.decode_buckets import bucket_of, bucket_sizes, made_up_step, padded
 from worker.model.device import CPU, Accelerator, choose_device
-from worker.model.device_runner import DeviceRunner
+from worker.model.device_runner import DeviceLost, DeviceRunner
 from worker.model.errors import ModelError
 from worker.model.gpu import GpuSettings, MemoryPlan
 from worker.model.loader import LoadedModel, load_model
+from worker.model.memory import RunnerLimits, check_fits
 from worker.model.staging import Staging
 from worker.model.streams import HostStreams, Stream
+from worker.model.trial import ModelSize
 
 COMPUTE, OUT, IN = Stream
 
@@ -85,7 +92,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(monkeypatch, name,
 def test_staged_arrays_arrive_as_they_were():
     """A step's arrays in one copy; what comes next does not change what is on its way, and equal shapes lie equally."""
     streams = LateStreams()
-    staging = Staging(4096, CPU, streams)
+    staging = Staging(4096, Accelerator(CPU, streams))
     arrays = {
         "a": np.arange(5),
         "b": np.arange(12, dtype=np.int32).reshape(3, 4),
@@ -210,6 +217,23 @@ def test_a_step_that_is_tried_again_does_not_copy_again(tiny, monkeypatch):
     assert outcome.copy_seconds is not None
 
 
+async def test_a_device_that_is_lost_ends_the_worker(tiny, monkeypatch):
+    """A step fails and the device cannot even be waited for: the loop does not try again, it ends."""
+    streams = HostStreams()
+    runner = new_runner(tiny, streams, num_blocks=60)
+    limits = {"num_blocks": 60, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    loop = EngineLoop(
+        Scheduler(make_config(**limits, max_model_len=tiny.max_model_len)), runner, SimpleNamespace(now=lambda: 0.0)
+    )
+    loop.add(make_request())
+    calls = []
+    monkeypatch.setattr(streams, "run", lambda *_: calls.append(1) or 1 / 0)
+    monkeypatch.setattr(streams, "drain", lambda: 1 / 0)
+    with pytest.raises(DeviceLost):
+        await loop.run()
+    assert len(calls) == 1
+
+
 def test_rows_without_a_distribution_fail_alone(tiny):
     """A mask over everything: its request is told, the one beside it goes on, with its log probabilities."""
     runner = new_runner(tiny)
@@ -250,6 +274,17 @@ def test_what_is_left_is_the_kv_pool():
         _ = replace(plan, taken=700).num_blocks
 
 
+def test_a_model_too_large_for_the_gpu_is_told_before_it_is_loaded(tiny):
+    """Weights, the device pool and a step against what is free there; the host pool is not on the GPU."""
+    size = ModelSize(num_weights=1000, kv_numbers_per_token=2)
+    limits = RunnerLimits(block_size=1, max_num_seqs=1, max_num_batched_tokens=1, num_blocks=100, num_host_blocks=10**9)
+    fits = partial(check_fits, "m", tiny.model.config, size, torch.float32, torch.float32)
+    needed = 4 * (1000 + 100 * 2)
+    with pytest.raises(ModelError, match=r"does not fit into the GPU's memory: it needs .*weights .*KV pools"):
+        fits(replace(limits, device_bytes=needed))
+    fits(replace(limits, device_bytes=needed + 2**20))
+
+
 def test_the_host_pool_is_at_most_a_share_of_ram(tiny, monkeypatch):
     """As many blocks as the GPU has, or what fits; a number that was given is taken."""
     monkeypatch.setattr(gpu, "available_ram", lambda: 100 * 16 * tiny.bytes_per_token)
@@ -277,3 +312,19 @@ def test_graphs_that_cannot_be_captured_are_done_without(tiny, monkeypatch):
         gpu.capture_graphs(runner, lambda what, share: None)
     assert (runner.forward.buckets, runner.forward.num_graphs) == ((), 0)
     assert runner.execute(first_step(1, [1, 2, 3], 0)).tokens[1].token_id >= 0
+
+
+def test_a_compiled_model_draws_the_same(tiny):
+    """What torch.compile makes of the forward calls our attention as before (traced only: no compiler is run)."""
+    compiled = load_model("tiny")
+    leave_attention_uncompiled(compiled.model)
+    compiled.model.compile(backend="eager", dynamic=True)
+    prompts = random_prompts([5, 9], 256)
+    new = tuple(NewSequence(i, tuple(prompt), len(prompt), 0, GREEDY) for i, prompt in enumerate(prompts))
+    runner = new_runner(compiled)
+    first = tuple(ScheduledSequence(i, 0, len(prompt), (i,), True) for i, prompt in enumerate(prompts))
+    got = [runner.execute(StepPlan(0, (), new, first))]
+    decodes = tuple(ScheduledSequence(i, len(prompt), 1, (), True) for i, prompt in enumerate(prompts))
+    got.append(runner.execute(StepPlan(1, (), (), decodes)))
+    want = PlanDriver.on(tiny, max_num_seqs=2, budget=64).generate(prompts, 2)
+    assert [[outcome.tokens[i].token_id for outcome in got] for i in range(2)] == [token_ids(own) for own in want]

@@ -26,6 +26,7 @@ from worker.model.kv_cache import KVCache, KVShape
 
 ATTENTION = "carousel"
 PROBE = "carousel-probe"
+UNCOMPILED = "carousel-uncompiled"
 
 # Tensors that models hand to their attention and that do not change its result. Any other (a bias, the indices of what
 # a sparse layer has chosen to see) does, or might.
@@ -148,6 +149,15 @@ def probed_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
 AttentionInterface.register(ATTENTION, _attention_forward)
 AttentionInterface.register(PROBE, _attention_forward)
 AttentionMaskInterface.register(PROBE, probed_mask)
+
+
+def leave_attention_uncompiled(model: PreTrainedModel) -> None:
+    """Switches a model whose attention is ours to one that torch.compile calls and does not look into.
+
+    It launches kernels of its own, from numbers that differ in every step.
+    """
+    AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attention_forward))
+    model.set_attn_implementation(UNCOMPILED)
 
 
 class LayerWorkspaces:

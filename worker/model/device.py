@@ -79,7 +79,10 @@ class Accelerator:
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Small host memory that the device copies from and to while the host goes on. Its content is anything."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+        if self.device.type != "cuda":
+            return torch.empty(shape, dtype=dtype)
+        with torch.cuda.device(self.device):  # else the first GPU gets a context, too
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def pin(self, memory: Tensor) -> None:
         """Makes large host memory such. Raises ModelError when the system does not allow it.

@@ -21,8 +21,6 @@ from worker.model.loader import LoadedModel
 from worker.model.staging import Staging, staged_bytes
 from worker.model.streams import Stream
 
-_ROW_BYTES = {"rows": 8, "reported": 8, "picked": 8}
-
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
@@ -79,9 +77,7 @@ class DeviceForward:
         self._graph_context = min(model.max_model_len, GRAPH_CONTEXT)
         self._graphs: dict[int, _Graph] = {}
         self._graph_logits: Tensor | None = None
-        self._staging = Staging(
-            self._most_staged_bytes(max_num_seqs, max_num_batched_tokens), self._device, self._streams
-        )
+        self._staging = Staging(self._most_staged_bytes(max_num_seqs, max_num_batched_tokens), accelerator)
 
     @property
     def graph_context(self) -> int:

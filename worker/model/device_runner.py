@@ -30,6 +30,13 @@ from worker.model.streams import Mark, Stream
 _Span = tuple[Mark, Mark]
 
 
+class DeviceLost(BaseException):
+    """An error that a process cannot get rid of (CUDA: an illegal address, a GPU that fell off the bus).
+
+    No Exception: it is not for who tries a step again, or goes on with other requests. The worker ends.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class _Copies:
     """The copies of a step, queued: from where to where in its stream each kind goes; None: there is none."""
@@ -104,9 +111,12 @@ class DeviceRunner:
             inputs = self._input_batch.prepare(plan) if plan.scheduled else None
             drawing = None if inputs is None else self._queue_forward(inputs)
             self._finish(copies)
-        except Exception:
+        except Exception as error:
             # The plan may be executed again, so nothing of this try may still be under way.
-            self._streams.drain()
+            try:
+                self._streams.drain()
+            except Exception as broken:
+                raise DeviceLost(f"the device does nothing any more: {broken}") from error
             raise
         outcome = StepOutcome(plan.step, copy_seconds=None if copies is None else self._seconds(copies))
         if inputs is not None and drawing is not None:

@@ -96,7 +96,7 @@ class DeviceSampler:
         num_bytes = staged_bytes(arrays)
         if self._edits is None or num_bytes > self._edit_bytes:
             self._edit_bytes = max(_MIN_EDIT_BYTES, 2 * num_bytes)
-            self._edits = Staging(self._edit_bytes, self._accelerator.device, self._accelerator.streams)
+            self._edits = Staging(self._edit_bytes, self._accelerator)
         return self._edits.load(arrays)
 
     def draw(self, logits: Tensor, rows: dict[str, Tensor], edits: dict[str, Tensor] | None, drawing: Drawing) -> None:
@@ -118,7 +118,7 @@ class DeviceSampler:
             values, ids = own.sort(dim=-1, descending=True, stable=True)
             width = drawing.top.shape[1]
             drawing.top.copy_(values[:, :width] - total, non_blocking=True)
-            drawing.top_ids.copy_(ids[:, :width], non_blocking=True)
+            drawing.top_ids.copy_(ids[:, :width].contiguous(), non_blocking=True)
 
 
 def _edit(flat: Tensor, edits: dict[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from worker.model.attention import leave_attention_uncompiled
 from worker.model.device import Accelerator
 from worker.model.device_runner import DeviceRunner
 from worker.model.errors import ModelError
@@ -93,6 +94,7 @@ def make_gpu_runner(
             report("moving the weights to the GPU", 0.0)
             move(loaded, device)
             if settings.compiled:
+                leave_attention_uncompiled(loaded.model)
                 loaded.model.compile(dynamic=True)
             num_blocks = settings.num_blocks
             if num_blocks is None:

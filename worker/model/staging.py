@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.model.streams import Mark, Stream, Streams
+from worker.model.device import Accelerator
+from worker.model.streams import Mark, Stream
 
 # Triton compiles for pointers that are multiples of 16; one kernel is to serve all.
 _ALIGNMENT = 256
@@ -17,10 +18,10 @@ _ALIGNMENT = 256
 class Staging:
     """Two buffers of a fixed size and place, on the host and on the device. Use it from one thread."""
 
-    def __init__(self, num_bytes: int, device: torch.device, streams: Streams):
-        self._streams = streams
-        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def __init__(self, num_bytes: int, accelerator: Accelerator):
+        self._streams = accelerator.streams
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device)
+        self._host = accelerator.pinned(num_bytes, dtype=torch.uint8)
         self._bytes = self._host.numpy()
         self._moved: Mark | None = None
 

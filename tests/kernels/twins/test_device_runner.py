@@ -24,6 +24,7 @@ from worker.model.runner import TorchRunner
 
 assert worker.model
 
+pytestmark = pytest.mark.timeout(900)
 ROOMY = {"num_blocks": 70, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 64}
 TIGHT = ROOMY | {"num_blocks": 8, "num_host_blocks": 20}
 SAMPLING = (
@@ -34,10 +35,12 @@ SAMPLING = (
 
 
 @pytest.fixture(autouse=True)
-def short_graphs(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The interpreter takes milliseconds for every split that a graph has room for."""
+def short_splits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The interpreter takes milliseconds for every tile, and every split that a graph has room for."""
     if device == "cpu":
-        monkeypatch.setattr("worker.model.device_forward.GRAPH_CONTEXT", 304)
+        monkeypatch.setattr("worker.model.device_forward.GRAPH_CONTEXT", 80)
+        for module in ("tiles", "triton_path"):
+            monkeypatch.setattr(f"kernels.paged_attention.{module}.SPLIT", 32)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,8 @@ def run_on(
     def new_runner(**limits: int) -> DeviceRunner:
         runner = DeviceRunner(model, Accelerator.on(torch.device(device)), **limits, filled=graphs)
         runner.cache.blocks[:-1].fill_(torch.nan)
+        if device != "cpu":
+            torch.cuda.synchronize()  # it was queued on another stream than the runner's
         if graphs:
             runner.forward.capture(lambda share: None)
             assert runner.forward.num_graphs == 3  # 1, 2, 3
@@ -85,10 +90,10 @@ def ids(tokens: dict) -> dict:
     return {key: [token.token_id for token in own] for key, own in tokens.items()}
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tokens_are_those_of_the_cpu(tiny, device, graphs):
     """Chunks and decodes, a context of several splits, rows that fill a step: greedy tokens in float32 are the same."""
-    everything = requests(tiny, (290, 5, 20), 4)
+    everything = requests(tiny, (70, 5, 20), 4)
     want = run_on_cpu(tiny, ROOMY, everything)
     got, _ = run_on(device, ROOMY, everything, graphs=graphs)
     assert ids(got) == ids(want)
@@ -97,7 +102,7 @@ def test_tokens_are_those_of_the_cpu(tiny, device, graphs):
         assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_preemption_is_invisible(tiny, device, mode):
     """A pool that is too small: what was swapped out, or computed again, goes on with the same tokens."""
     everything = requests(tiny, (12, 20, 9), 10)
