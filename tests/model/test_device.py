@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -328,3 +329,26 @@ def test_a_compiled_model_draws_the_same(tiny):
     got.append(runner.execute(StepPlan(1, (), (), decodes)))
     want = PlanDriver.on(tiny, max_num_seqs=2, budget=64).generate(prompts, 2)
     assert [[outcome.tokens[i].token_id for outcome in got] for i in range(2)] == [token_ids(own) for own in want]
+
+
+def test_the_pool_is_what_the_trial_run_leaves(monkeypatch):
+    """Moved, tried, measured, made and captured, with a GPU whose memory is numbers: the pool has what is left over."""
+    loaded = load_model("tiny")
+    block = 16 * loaded.bytes_per_token
+    reserved = iter([0, 5 * block, 7 * block, 2 * block])  # before, and at the peak of each of the largest steps
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * block, 100 * block))
+    for name in ("memory_reserved", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: next(reserved))
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    settings = GpuSettings(block_size=16, max_num_seqs=3, max_num_batched_tokens=32, num_host_blocks=4)
+    said = []
+    runner, num_blocks, num_host_blocks = gpu.make_gpu_runner(loaded, CPU, settings, lambda *call: said.append(call))
+    logits = 3 * loaded.vocab_size * 4
+    assert num_blocks == (90 * block - 20 * block - 7 * block - 2 * block - logits) // block - 1
+    assert (num_host_blocks, len(runner.cache.blocks)) == (4, num_blocks + 1)
+    assert runner.forward.num_graphs == 3
+    assert said[-1] == ("capturing CUDA graphs", 1.0)
+    assert runner.execute(first_step(1, [1, 2, 3], 0)).tokens[1].token_id >= 0
+    runner.close()
