@@ -1,8 +1,9 @@
-"""The Triton kernels on a GPU: are they right, and how near to the memory's speed? `python -m bench.gpu --help`.
+"""The Triton kernels and the worker's runner on a GPU: are they right, how fast? `python -m bench.gpu --help`.
 
-One prepared run of a few minutes: every kernel against its specification first, then paged decodes against the memory's
-bandwidth, prefill beside torch's attention, swaps over the bus, and the small kernels. Needs torch with CUDA or ROCm,
-Triton and numpy, nothing else. Exit status: 0 all right, 1 a kernel is wrong, 2 no GPU.
+One prepared run of a few minutes: every kernel against its specification first, and the runner's tokens against the
+CPU's; then paged decodes against the memory's bandwidth, prefill beside torch's attention, swaps over the bus, the
+small kernels, steps with and without graphs. Needs torch with CUDA or ROCm, Triton and numpy; for the runner
+transformers, too. Exit status: 0 all right, 1 something is wrong, 2 no GPU.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +55,17 @@ def run(device: str, scale: int) -> dict[str, Any]:
     """Prints the tables as they come; returns what the JSON file holds."""
     from bench import gpu_checks, gpu_measures  # Triton takes its mode when it is imported
 
+    runner: Any = None
+    if find_spec("transformers") is None:
+        print("the runner is left out: transformers is not installed")
+    else:
+        from bench import gpu_runner as runner
+
     report: dict[str, Any] = {"machine": facts(device), "checks": [], "measures": []}
     print(*(f"{key}: {value}" for key, value in report["machine"].items()), sep="\n")
     print(f"\n{'check':<42}{'error':>12}{'tolerance':>12}")
-    for check in gpu_checks.all_checks(device, scale):
+    checks = gpu_checks.all_checks(device, scale)
+    for check in checks if runner is None else chain(checks, runner.all_checks(device, scale)):
         report["checks"].append(asdict(check) | {"passed": check.passed})
         print(
             f"{check.name:<42}{check.error:>12.2e}{check.tolerance:>12.2e}{'' if check.passed else '  WRONG'}",
@@ -63,7 +73,9 @@ def run(device: str, scale: int) -> dict[str, Any]:
         )
     print(f"\n{'':<62}{'us':>11}{'GB/s':>9}{'roof':>7}{'TFLOP/s':>9}{'host us':>9}{'torch us':>11}")
     roof = 0.0
-    for measure in gpu_measures.all_measures(gpu_measures.Bench(device, scale)):
+    bench = gpu_measures.Bench(device, scale)
+    measures = gpu_measures.all_measures(bench)
+    for measure in measures if runner is None else chain(measures, runner.all_measures(bench)):
         roof = roof or measure.bytes / measure.seconds  # the first is the memory itself
         report["measures"].append(asdict(measure))
         print(measure_line(report["measures"][-1], roof), flush=True)

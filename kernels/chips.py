@@ -1,6 +1,8 @@
 """Which implementation serves a tensor, and what its chip can do."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,6 +55,23 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+class _Mode:
+    interpreted = False
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Until the context ends, Triton serves tensors in host memory, too: in its interpreter, for tests and dry runs.
+
+    TRITON_INTERPRET=1 must have been there when Triton was imported.
+    """
+    before, _Mode.interpreted = _Mode.interpreted, True
+    try:
+        yield
+    finally:
+        _Mode.interpreted = before
+
+
 def use_triton(tensor: Tensor) -> bool:
     """The rule of all operations: Triton for tensors on a GPU where Triton is installed, torch for all others."""
-    return tensor.is_cuda and _has_triton()
+    return (tensor.is_cuda or _Mode.interpreted) and _has_triton()

@@ -18,7 +18,10 @@ from worker.config import WorkerConfig
 from worker.supervised import SupervisorLink
 
 PANELS = {
-    "Model": ("model", "dtype", "kv_dtype", "weights", "self_tune", "native_kernels", "num_threads"),
+    "Model": (
+        *("model", "dtype", "kv_dtype", "weights", "self_tune", "native_kernels", "num_threads"),
+        *("device", "gpu_memory", "cuda_graphs", "torch_compile"),
+    ),
     "Engine": (
         *("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "num_host_blocks", "kv_memory_share"),
         *("policy", "capacity", "preemption", "prefix_caching"),

@@ -4,12 +4,13 @@ Every setting is declared here, once: its name, type, default and help; `cli.py`
 """
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from schemas.connection import ENV_PREFIX, KafkaSettings
@@ -71,10 +72,28 @@ class WorkerConfig(KafkaSettings):
         description="KV cache. auto: as --dtype; fp8, int8: a byte for a number, a scale for each token and head. "
         "Nearly four times the context in the same memory, not exact.",
     )
+    device: str = Field(
+        "auto",
+        description="What computes: auto (a GPU if torch and Triton can use one, else the CPU), cpu, cuda, cuda:N.",
+    )
+    gpu_memory: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that may be used: what weights and the largest step leave of it is the "
+        "KV pool.",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="On a GPU, capture steps of decodes at start and replay them. Takes memory, and time to start.",
+    )
+    torch_compile: bool = Field(
+        False, description="On a GPU, compile the model with torch.compile at start. Takes minutes."
+    )
     weights: Literal["auto", "plain", "int8"] = Field(
         "auto",
-        description="auto: packed for the CPU's matrix products; plain: as they lie in the file, mapped, so that "
-        "workers of one machine share them; int8: rounded to 8 bits, the fastest, and not exact.",
+        description="auto: packed for the CPU's matrix products, on a GPU plain; plain: as they lie in the file, "
+        "mapped, so that workers of one machine share them; int8: rounded to 8 bits, the fastest, and not exact.",
     )
     self_tune: bool = Field(
         True, description="Measure once which layers to pack on this machine. Without: all. Kept in the cache folder."
@@ -90,7 +109,10 @@ class WorkerConfig(KafkaSettings):
     )
     block_size: Positive = Field(16, description="Tokens per KV block.")
     num_blocks: int | None = Field(
-        None, ge=1, description="KV blocks in the pool. Default: as many as --kv-memory-share of free memory holds."
+        None,
+        ge=1,
+        description="KV blocks in the pool. Default: as many as --kv-memory-share of free memory holds, on a GPU as "
+        "--gpu-memory leaves.",
     )
     policy: Literal["composite", "edf", "fcfs", "priority", "srtf", "wfq"] = Field(
         "composite", description="Who goes next: see docs/scheduling.md."
@@ -105,7 +127,8 @@ class WorkerConfig(KafkaSettings):
     num_host_blocks: int | None = Field(
         None,
         ge=0,
-        description="Blocks in the host pool, for swapped-out sequences. Default: like --num-blocks.",
+        description="Blocks in the host pool, for swapped-out sequences. Default: like --num-blocks, on a GPU as far "
+        "as --kv-memory-share of free RAM reaches.",
     )
     kv_memory_share: float = Field(0.3, gt=0, le=0.9, description="Share of free memory for the KV pool.")
 
@@ -196,6 +219,13 @@ class WorkerConfig(KafkaSettings):
     step_log: Path | None = Field(None, description="Append one JSON line per engine step to this file.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, device: str) -> str:
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+            raise ValueError("is none of auto, cpu, cuda, cuda:N")
+        return device
 
     @model_validator(mode="after")
     def _check_worker(self) -> Self:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import structlog
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from schemas.exporting import Exporting
 from schemas.topics import reply_topic
@@ -23,7 +25,10 @@ from worker.live_metrics import LiveMetrics
 from worker.logs import start_logging
 from worker.metrics import Metrics
 from worker.model.cpu import prepare_cpu
+from worker.model.device import Choice, choose_device
+from worker.model.device_runner import DeviceRunner
 from worker.model.errors import ModelError
+from worker.model.gpu import GpuSettings, free_memory, make_gpu_runner
 from worker.model.kv_cache import num_blocks_for_ram
 from worker.model.loader import LoadedModel, default_cache_dir, load_model
 from worker.model.memory import RunnerLimits
@@ -107,42 +112,33 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 def build(
     config: WorkerConfig, metrics: Metrics | None = None
-) -> tuple[ModelFacts, TorchRunner, Scheduler, StepModel, Admission]:
+) -> tuple[ModelFacts, TorchRunner | DeviceRunner, Scheduler, StepModel, Admission]:
     """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model, admission)."""
     num_threads = config.num_threads or os.cpu_count() or 1
+    choice = choose_device(config.device)
+    if choice.warning:
+        log.warning("device.cpu", reason=choice.warning)
+    if choice.is_gpu and config.weights == "int8":
+        raise ModelError("--weights int8 is for CPUs: take --dtype bfloat16, or --device cpu")
+    prepare_cpu(num_threads, native_kernels=config.native_kernels and not choice.is_gpu)
     limits = RunnerLimits(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_blocks=config.num_blocks,
         num_host_blocks=config.num_host_blocks,
+        device_bytes=free_memory(choice.device) if choice.is_gpu else None,
     )
-    prepare_cpu(num_threads, native_kernels=config.native_kernels)
     loaded = load_model(
         config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_progress_log(), limits=limits
     )
-    _prepare_weights(config, loaded)
-    num_blocks = config.num_blocks or num_blocks_for_ram(
-        loaded.bytes_per_token,
-        config.block_size,
-        loaded.max_model_len,
-        config.max_num_seqs,
-        share=config.kv_memory_share,
-    )
-    num_host_blocks = num_blocks if config.num_host_blocks is None else config.num_host_blocks
-    runner = TorchRunner(
-        loaded,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        num_threads=num_threads,
-        num_host_blocks=num_host_blocks,
-    )
+    made = _gpu_runner(config, loaded, choice) if choice.is_gpu else _cpu_runner(config, loaded, num_threads)
+    runner, num_blocks, num_host_blocks = made
     facts, step_model = model_facts(loaded), StepModel()
     log.info(
         "model.loaded",
         model=loaded.name,
+        device=str(choice.device),
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,
         num_blocks=num_blocks,
@@ -176,6 +172,46 @@ def build(
     return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
 
 
+def _cpu_runner(config: WorkerConfig, loaded: LoadedModel, num_threads: int) -> tuple[TorchRunner, int, int]:
+    """(the runner, its blocks, its host blocks)."""
+    _prepare_weights(config, loaded)
+    num_blocks = config.num_blocks or num_blocks_for_ram(
+        loaded.bytes_per_token,
+        config.block_size,
+        loaded.max_model_len,
+        config.max_num_seqs,
+        share=config.kv_memory_share,
+    )
+    num_host_blocks = num_blocks if config.num_host_blocks is None else config.num_host_blocks
+    runner = TorchRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_threads=num_threads,
+        num_host_blocks=num_host_blocks,
+    )
+    return runner, num_blocks, num_host_blocks
+
+
+def _gpu_runner(config: WorkerConfig, loaded: LoadedModel, choice: Choice) -> tuple[DeviceRunner, int, int]:
+    """As `_cpu_runner`."""
+    settings = GpuSettings(
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_blocks=config.num_blocks,
+        num_host_blocks=config.num_host_blocks,
+        gpu_memory=config.gpu_memory,
+        host_memory=config.kv_memory_share,
+        graphs=config.cuda_graphs,
+        compiled=config.torch_compile,
+    )
+    with _progress_bar() as report:
+        return make_gpu_runner(loaded, choice.device, settings, report)
+
+
 def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
     if config.weights == "plain":
         return
@@ -196,7 +232,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
     )
 
 
-def _cost_model(runner: TorchRunner, step_model: StepModel, chunk: int) -> CostModel:
+def _cost_model(runner: TorchRunner | DeviceRunner, step_model: StepModel, chunk: int) -> CostModel:
     """Copies as they are measured now, prefills as steps will show."""
     copy_out, copy_in = runner.measure_copies()
     log.info("copies.measured", out_us_per_block=round(copy_out * 1e6, 1), in_us_per_block=round(copy_in * 1e6, 1))
@@ -223,3 +259,21 @@ def _progress_log() -> Callable[[str, float], None]:
             log.info("model.progress", doing=what, percent=percent)
 
     return report
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar for who looks at a terminal, lines of the log for all others."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _progress_log()
+        return
+    with Progress(console=console, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, share: float) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=1.0)
+            progress.update(tasks[what], completed=share)
+
+        yield report

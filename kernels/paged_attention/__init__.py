@@ -5,16 +5,31 @@
 same numbers.
 """
 
+import torch
 from torch import Tensor
 
-from kernels.chips import use_triton
+from kernels.chips import chip_of, use_triton
 from kernels.paged_attention import torch_path
 from kernels.paged_attention.batch import RaggedBatch
 from kernels.paged_attention.native_path import Plan
 from kernels.paged_attention.torch_path import Workspace
 from kernels.quantised import is_quantised
 
-__all__ = ["Plan", "RaggedBatch", "Workspace", "paged_attention"]
+__all__ = ["Plan", "RaggedBatch", "Workspace", "paged_attention", "queries_per_tile"]
+
+
+def queries_per_tile(
+    device: torch.device,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> int:
+    """For `tiles.tile_table`: how the Triton path cuts chunks of such heads. `dtype`: of queries; `kv_dtype`: cache."""
+    from kernels.paged_attention import triton_path
+
+    return triton_path.queries_per_tile(num_heads, num_kv_heads, head_dim, dtype, kv_dtype, chip_of(device))
 
 
 def paged_attention(

@@ -7,7 +7,7 @@ queries (a prefill chunk) has its own gather and SDPA. What depends on the step 
 window, and used by every layer. Where the library in C is enabled (`kernels/native`), it does all of that.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,6 +105,11 @@ class Workspace:
         if empty is not None:
             kv.index_fill_(1, empty, 0.0)
         return kv[0], kv[1]
+
+    def begin(self, batch: RaggedBatch, made: Mapping[Hashable, Any]) -> None:
+        """Begins a step of which some is made already: by key, what `once` would make."""
+        self._batch = batch
+        self._made = dict(made)
 
     def once(self, batch: RaggedBatch, key: Hashable, make: Callable[[], Any]) -> Any:
         """`make()`, called once per step: every layer asks, and needs the same."""

@@ -2,19 +2,16 @@
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.chips import Chip, chip_of
 from kernels.launch import Launch, dot_type, power_of_two
 from kernels.paged_attention.batch import RaggedBatch
+from kernels.paged_attention.tiles import SPLIT, tiles_key, tiles_on
 from kernels.paged_attention.torch_path import Workspace
 from kernels.paged_attention.triton_kernel import FP8, FP8_BITS, INT8, PLAIN, attention_kernel, merge_kernel
 
-# Tokens of a decode's context per program. Fixed, so that a result does not depend on what else is in the batch.
-SPLIT = 256
 _MERGED_SPLITS = 16
 
 
@@ -48,48 +45,12 @@ def chunk_shape(group: int, block_d: int, dtype: torch.dtype, kv_dtype: torch.dt
     return TileShape(power_of_two(group, 128), 32 if before_hopper else 64, num_warps=8, num_stages=2)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """The tiles of a step, on the device: decodes (one query) first, then those of chunks, the longest first."""
-
-    table: Tensor  # int32 [num_tiles, 4]: sequence, first token, number of tokens, position of the first
-    block_tables: Tensor  # int32 [num_seqs, max_blocks]
-    num_decodes: int
-    decode_positions: NDArray[np.int32]
-
-    def num_splits(self, sliding_window: int | None) -> int:
-        """Of the decode that has the most."""
-        last = self.decode_positions
-        first = np.zeros_like(last) if sliding_window is None else np.maximum(last - sliding_window + 1, 0)
-        return int((last // SPLIT - first // SPLIT).max(initial=-1)) + 1
-
-
-def _make_tiles(batch: RaggedBatch, queries_per_tile: int, device: torch.device) -> _Tiles:
-    starts, first_positions = batch.query_starts, batch.context_lens - batch.query_lens
-    decodes = np.flatnonzero(batch.query_lens == 1)
-    chunks = np.flatnonzero(batch.query_lens > 1)
-    counts = -(-batch.query_lens[chunks] // queries_per_tile)
-    seqs = np.repeat(chunks, counts)
-    before = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries_per_tile
-    lens = np.minimum(batch.query_lens[seqs] - before, queries_per_tile)
-    positions = first_positions[seqs] + before
-    order = np.argsort(-(positions + lens), kind="stable")
-    table = np.empty((len(decodes) + len(seqs), 4), np.int32)
-    table[: len(decodes)] = np.stack(
-        (decodes, starts[decodes], np.ones_like(decodes), first_positions[decodes]), axis=1
-    )
-    table[len(decodes) :] = np.stack((seqs, starts[seqs] + before, lens, positions), axis=1)[order]
-    # One transfer for both tables.
-    packed = torch.from_numpy(np.concatenate((table.ravel(), batch.block_tables.ravel())))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    packed = packed.to(device, non_blocking=True)
-    return _Tiles(
-        packed[: table.size].view(table.shape),
-        packed[table.size :].view(batch.block_tables.shape),
-        len(decodes),
-        first_positions[decodes],
-    )
+def queries_per_tile(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, chip: Chip
+) -> int:
+    """How many neighbours of a chunk a program computes."""
+    group = num_heads // num_kv_heads
+    return chunk_shape(group, power_of_two(head_dim, 16), dtype, kv_dtype, chip).rows // group
 
 
 def paged_attention(
@@ -148,10 +109,9 @@ def launches(
     assert key_cache.stride() == value_cache.stride()
     chunk = chunk_shape(group, block_d, query.dtype, key_cache.dtype, chip)
     decode = decode_shape(group, block_d, query.dtype)
-    queries_per_tile = chunk.rows // group
-    tiles = workspace.once(
-        batch, ("tiles", queries_per_tile), lambda: _make_tiles(batch, queries_per_tile, query.device)
-    )
+    size = chunk.rows // group
+    tiles = workspace.once(batch, tiles_key(size), lambda: tiles_on(query.device, batch, size))
+    num_decodes = tiles.host.num_decodes
     cache_format = _format(key_cache.dtype, chip)
     key_scales, value_scales = kv_scales or (None, None)
     if key_scales is not None:
@@ -201,20 +161,20 @@ def launches(
         )
 
     launches = []
-    if tiles.num_decodes:
-        table = tiles.table[: tiles.num_decodes]
-        num_splits = tiles.num_splits(sliding_window)
+    if num_decodes:
+        table = tiles.table[:num_decodes]
+        num_splits = tiles.host.num_splits(sliding_window)
         if num_splits == 1:
             launches.append(attention(decode, table, out, None, 1))
         else:
-            shape = (num_splits, tiles.num_decodes, num_heads)
+            shape = (num_splits, num_decodes, num_heads)
             split_out = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
             split_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
             launches.append(attention(decode, table, split_out, split_lse, num_splits))
             launches.append(
                 Launch(
                     kernel=merge_kernel,
-                    grid=(num_heads, tiles.num_decodes),
+                    grid=(num_heads, num_decodes),
                     arguments={
                         "out": out,
                         "split_out": split_out,
@@ -231,8 +191,8 @@ def launches(
                     },
                 )
             )
-    if len(tiles.table) > tiles.num_decodes:
-        launches.append(attention(chunk, tiles.table[tiles.num_decodes :], out, None, 1))
+    if len(tiles.table) > num_decodes:
+        launches.append(attention(chunk, tiles.table[num_decodes:], out, None, 1))
     return launches
 
 

@@ -41,7 +41,7 @@ def test_the_prepared_run_works(tmp_path):
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
     report = json.loads(file.read_text())
     assert all(check["passed"] for check in report["checks"])
-    assert {"attention", "store_kv", "copy_blocks", "rms_norm", "rotary", "sample"} <= {
+    assert {"attention", "store_kv", "copy_blocks", "rms_norm", "rotary", "sample", "runner"} <= {
         check["name"].split()[0] for check in report["checks"]
     }
     assert all(measure["seconds"] > 0 for measure in report["measures"])

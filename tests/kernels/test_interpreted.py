@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[s
             process.wait()
 
 
-@pytest.mark.timeout(900)  # of which a quiet machine needs 15 s
+@pytest.mark.timeout(900)  # of which a quiet machine needs a fraction
 @pytest.mark.parametrize("file", FILES)
 def test_in_the_interpreter(file, runs):
     """The Triton kernels give what float64 references and the specifications give."""
@@ -49,10 +49,11 @@ def test_in_the_interpreter(file, runs):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_random_batches_in_the_interpreter(tmp_path):
-    """The same for random batches, shapes and formats."""
+@pytest.mark.parametrize("file", ["test_attention.py", "test_device_runner.py"])
+def test_more_in_the_interpreter(file, tmp_path):
+    """The same for random batches, shapes and formats; the runner without graphs, and computing again."""
     log = tmp_path / "log"
-    process = interpret("test_attention.py", "slow", log)
+    process = interpret(file, "slow", log)
     try:
         assert process.wait(timeout=1400) == 0, log.read_text()
     finally:

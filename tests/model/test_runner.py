@@ -145,15 +145,19 @@ def test_only_rows_that_draw_go_through_the_output_head(tiny):
 
 
 def test_a_step_that_failed_can_be_tried_again(tiny, monkeypatch):
-    """After an error in the forward the same plan gives what it would have given."""
+    """After an error in the forward the same plan gives what it would have given. It does not copy again: what a copy
+    read may have been overwritten by the try that failed."""
     (prompt,) = random_prompts([5], 256)
-    runner = TorchRunner(tiny, 4, 16, 1, 512)
-    plan = first_step(1, prompt, 2)
+    runner = TorchRunner(tiny, 4, 16, 1, 512, num_host_blocks=3)
+    plan = replace(first_step(1, prompt, 2), copies=(BlockCopy(0, 1),), swap_ins=(BlockCopy(2, 0),))
+    runner.cache.blocks.fill_(1.0)
+    runner._host_cache.blocks.fill_(2.0)
     with monkeypatch.context() as patch:
         patch.setattr("worker.model.runner.sample", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runner.execute(plan)
     assert runner.execute(plan).tokens[1].token_id == run_alone(tiny, prompt, 1, SEEDED[0])[0]
+    assert [runner.cache.blocks[i, 0].item() for i in (0, 1)] == [2.0, 1.0]
 
 
 def test_steps_without_samples_or_tokens(tiny):

@@ -8,7 +8,7 @@ function made of the layer's mask. Under the name `ATTENTION` no mask is built a
 found at load, a `Visibility` per layer, say who sees what.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -26,6 +26,7 @@ from worker.model.kv_cache import KVCache, KVShape
 
 ATTENTION = "carousel"
 PROBE = "carousel-probe"
+UNCOMPILED = "carousel-uncompiled"
 
 # Tensors that models hand to their attention and that do not change its result. Any other (a bias, the indices of what
 # a sparse layer has chosen to see) does, or might.
@@ -83,6 +84,7 @@ class AttentionLayer:
 
     kv_shape: KVShape
     visibility: Visibility
+    num_heads: int = 0  # of queries; 0: not asked
 
 
 class AttentionContext(Protocol):
@@ -149,10 +151,26 @@ AttentionInterface.register(PROBE, _attention_forward)
 AttentionMaskInterface.register(PROBE, probed_mask)
 
 
+def leave_attention_uncompiled(model: PreTrainedModel) -> None:
+    """Switches a model whose attention is ours to one that torch.compile calls and does not look into.
+
+    It launches kernels of its own, from numbers that differ in every step.
+    """
+    AttentionInterface.register(UNCOMPILED, torch.compiler.disable(_attention_forward))
+    model.set_attn_implementation(UNCOMPILED)
+
+
 class LayerWorkspaces:
     """The scratch memory of a runner: one `Workspace` for each kind of layer, since a step's plans are kept in it."""
 
-    def __init__(self, layers: Sequence[AttentionLayer], max_context_len: int, block_size: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        max_context_len: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
         """Raises ModelError when attention chunks do not end with blocks."""
         self.block_size = block_size
         self._of: dict[tuple[KVShape, int | None], Workspace] = {}
@@ -162,7 +180,15 @@ class LayerWorkspaces:
                 raise ModelError(f"attention chunks of {chunk_size} tokens are no whole blocks of {block_size}")
             if (shape, chunk_size) not in self._of:
                 longest = min(max_context_len, chunk_size or max_context_len)
-                self._of[shape, chunk_size] = Workspace(longest, block_size, shape.num_kv_heads, shape.head_dim, dtype)
+                self._of[shape, chunk_size] = Workspace(
+                    longest, block_size, shape.num_kv_heads, shape.head_dim, dtype, device
+                )
+
+    def begin(self, chunk_size: int | None, batch: RaggedBatch, made: Mapping[Hashable, Any]) -> None:
+        """Begins a step whose layers of that chunk size see `batch`; `made`: as `Workspace.begin`."""
+        for (_, size), workspace in self._of.items():
+            if size == chunk_size:
+                workspace.begin(batch, made)
 
     def of(self, layer: AttentionLayer) -> Workspace:
         return self._of[layer.kv_shape, layer.visibility.chunk_size]
@@ -179,13 +205,17 @@ class PagedContext:
         batch: RaggedBatch,
         block_ids: Tensor,
         offsets: Tensor,
+        split: Mapping[int, RaggedBatch] | None = None,
     ):
-        """`block_ids` and `offsets`, int64 [num_tokens]: the slot of each token."""
+        """`block_ids` and `offsets`, int64 [num_tokens]: the slot of each token.
+
+        split: `batch` by size of attention chunks (`split_at_chunks`), where it is there already.
+        """
         self._layers = layers
         self._cache = cache
         self._workspaces = workspaces
         self._slots = block_ids, offsets
-        self._batches: dict[int | None, RaggedBatch] = {None: batch}  # by chunk size
+        self._batches: dict[int | None, RaggedBatch] = {None: batch, **(split or {})}  # by chunk size
         self._num_calls = 0
 
     @property

@@ -51,6 +51,8 @@ class InputBatch:
         self._top_p = np.zeros(max_num_seqs, np.float64)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._stream = np.zeros(max_num_seqs, np.uint64)
+        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._choice = np.zeros(max_num_seqs, np.int64)
         self._num_logprobs = np.zeros(max_num_seqs, np.int64)
         self._edits: dict[int, SequenceEdits] = {}  # by row; most have none
 
@@ -87,6 +89,7 @@ class InputBatch:
         self._min_p[row] = sampling.min_p
         seed = np.array([sampling.seed & 0xFFFFFFFFFFFFFFFF], np.uint64)
         self._stream[row] = streams(seed, np.array([sequence.choice], np.uint64))[0]
+        self._seed[row], self._choice[row] = seed[0], sequence.choice
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         edits = SequenceEdits(sequence, self._vocab_size)
         if not edits.is_empty:
@@ -143,6 +146,14 @@ class InputBatch:
             num_logprobs=self._num_logprobs[rows],
             edits=self._edits_of(rows) if self._edits else None,
         )
+
+    def noise(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """What the next token's noise of `rows` is a function of, for who computes it elsewhere: `SamplingRows`."""
+        return {
+            "seed": self._seed[rows].view(np.int64),
+            "choice": self._choice[rows],
+            "position": self._num_tokens[rows] - self._num_prompt_tokens[rows],
+        }
 
     def _edits_of(self, rows: NDArray[np.int64]) -> LogitEdits | None:
         edited = [(i, self._edits[row]) for i, row in enumerate(rows.tolist()) if row in self._edits]

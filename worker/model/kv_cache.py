@@ -44,15 +44,26 @@ class KVShape:
 class KVCache:
     """Keys and values of all layers. Its memory is touched as blocks are first written."""
 
-    def __init__(self, num_blocks: int, block_size: int, shapes: Sequence[KVShape], dtype: torch.dtype):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        shapes: Sequence[KVShape],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
         """`shapes`: of the layers, which may differ."""
         quantised = dtype in LARGEST
         sizes = [block_size * (s.bytes_per_token(dtype) if quantised else s.size) for s in shapes]
         # A layer's scales begin at whole floats.
         sizes = [-(-size // _SCALE_BYTES) * _SCALE_BYTES for size in sizes] if quantised else sizes
         stored_dtype = torch.uint8 if quantised else dtype
-        # Attention reads a context's blocks wherever they lie: with pages of 4 KiB it mostly waits for page tables.
-        memory = huge_pages.allocate(num_blocks * sum(sizes) * stored_dtype.itemsize)
+        num_bytes = num_blocks * sum(sizes) * stored_dtype.itemsize
+        if torch.device(device).type == "cpu":
+            # Attention reads a context's blocks wherever they lie: pages of 4 KiB cost it more than their bytes.
+            memory = huge_pages.allocate(num_bytes)
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.blocks: Tensor = memory.view(stored_dtype).view(num_blocks, sum(sizes))
         # Per layer the views (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim], and of a quantised
         # cache those of their scales, float32 [num_blocks, block_size, num_kv_heads].

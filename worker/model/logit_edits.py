@@ -133,7 +133,7 @@ class LogitEdits:
     def apply(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Edits `logits` [num_rows, vocab_size], contiguous, in place. Returns what `undo` needs."""
         assert logits.flags.c_contiguous, "edits would be made to a copy"
-        flat, (biased, penalised) = logits.reshape(-1), self._places(logits)
+        flat, (biased, penalised) = logits.reshape(-1), self.places(logits.shape[-1])
         # A row that is no distribution stays one, and is found out later.
         with np.errstate(invalid="ignore", over="ignore"):
             before_bias = flat[biased]
@@ -147,11 +147,10 @@ class LogitEdits:
 
     def undo(self, logits: NDArray[np.float32], before: tuple[NDArray[np.float32], NDArray[np.float32]]) -> None:
         """Makes edited logits, in place, what they were before `apply` returned `before`."""
-        flat, (biased, penalised) = logits.reshape(-1), self._places(logits)
+        flat, (biased, penalised) = logits.reshape(-1), self.places(logits.shape[-1])
         flat[penalised] = before[1]
         flat[biased] = before[0]
 
-    def _places(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Indices of the biased and of the penalised in `logits`, flattened."""
-        vocab_size = logits.shape[-1]
+    def places(self, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Indices of the biased and of the penalised in logits [num_rows, vocab_size], flattened."""
         return self.bias_rows * vocab_size + self.bias_ids, self.penalised_rows * vocab_size + self.penalised_ids

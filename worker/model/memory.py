@@ -1,6 +1,6 @@
 """Whether a model will fit into memory, told before any of it is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,6 +19,7 @@ class RunnerLimits:
     max_num_batched_tokens: int
     num_blocks: int | None = None  # None: sized by what is left, at least the tokens of one step
     num_host_blocks: int | None = None  # None: as num_blocks
+    device_bytes: int | None = None  # free on the GPU, for all but the host pool; None: there is none
 
 
 def check_fits(
@@ -29,17 +30,21 @@ def check_fits(
     kv_dtype: torch.dtype,
     limits: RunnerLimits | None,
 ) -> None:
-    """Raises ModelError when weights, KV pools and workspace need more bytes than are free."""
+    """Raises ModelError when weights, KV pools and workspace need more bytes than are free, in RAM or on the GPU."""
     parts = {"weights": size.num_weights * dtype.itemsize}
     if limits is not None:
         parts["KV pools"] = _kv_bytes(size, kv_dtype, limits)
         parts["workspace"] = _workspace_bytes(config.get_text_config(), size, dtype, limits)
-    free = available_ram()
+    free, where = available_ram(), "memory"
+    if limits is not None and limits.device_bytes is not None:
+        # The host pool of a GPU is sized by what is free. Weights are mapped, or read one after the other.
+        free, where = limits.device_bytes, "the GPU's memory"
+        parts["KV pools"] = _kv_bytes(size, kv_dtype, replace(limits, num_host_blocks=0))
     if sum(parts.values()) > free:
         each = ", ".join(f"{part} {_text(num_bytes)}" for part, num_bytes in parts.items())
         smaller = "a smaller model" if dtype.itemsize == 2 else "a smaller model, --dtype bfloat16"
         raise ModelError(
-            f"model {name!r} does not fit into memory: it needs {_text(sum(parts.values()))} ({each}) and "
+            f"model {name!r} does not fit into {where}: it needs {_text(sum(parts.values()))} ({each}) and "
             f"{_text(free)} are free. Take {smaller}, or fewer --num-blocks and --num-host-blocks"
         )
 

@@ -15,7 +15,7 @@ from worker.model.loader import LoadedModel
 from worker.model.sampler import sample
 
 NUM_MEASURED_COPIES = 16
-_NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
+NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
 
 
 class TorchRunner:
@@ -45,6 +45,7 @@ class TorchRunner:
         self._host_cache = KVCache(num_host_blocks, block_size, shapes, model.kv_dtype)
         self._workspaces = LayerWorkspaces(model.layers, model.max_model_len, block_size, model.dtype)
         self._input_batch = InputBatch(max_num_seqs, model.max_model_len, block_size, model.vocab_size)
+        self._copied: tuple[StepPlan, CopySeconds] | None = None  # the last plan with copies, which were made
 
     @property
     def cache(self) -> KVCache:
@@ -58,7 +59,7 @@ class TorchRunner:
         """
         assert plan.num_tokens <= self._max_num_batched_tokens, "a plan above the token budget"
         self._input_batch.update(plan)
-        copy_seconds = self._copy_blocks(plan) if plan.swap_outs or plan.copies or plan.swap_ins else None
+        copy_seconds = self._copy(plan)
         if not plan.scheduled:
             return StepOutcome(plan.step, copy_seconds=copy_seconds)
         inputs = self._input_batch.prepare(plan)
@@ -67,7 +68,7 @@ class TorchRunner:
         outcome = StepOutcome(plan.step, copy_seconds=copy_seconds)
         for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
             if token is None:
-                outcome.failed[seq_id] = _NO_DISTRIBUTION
+                outcome.failed[seq_id] = NO_DISTRIBUTION
             else:
                 outcome.tokens[seq_id] = token
         # The rows of those that have failed are forgotten with the next plan.
@@ -88,6 +89,14 @@ class TorchRunner:
             copy_blocks(source, target, pairs)
             seconds.append((time.perf_counter() - began) / count)
         return seconds[1], seconds[2]
+
+    def _copy(self, plan: StepPlan) -> CopySeconds | None:
+        if not (plan.swap_outs or plan.copies or plan.swap_ins):
+            return None
+        # Made by a try that failed later: what they read may have been written since.
+        if self._copied is None or self._copied[0] is not plan:
+            self._copied = plan, self._copy_blocks(plan)
+        return self._copied[1]
 
     def _copy_blocks(self, plan: StepPlan) -> CopySeconds:
         """In this order: a block that a swap-out or a copy reads may be the target of a later one."""

@@ -67,7 +67,7 @@ class AttentionProbe:
         sinks: Tensor | None,
     ) -> Tensor:
         shape = KVShape(key.shape[1], max(key.shape[2], value.shape[2]))
-        self.layers.append(AttentionLayer(shape, visibility or Visibility()))
+        self.layers.append(AttentionLayer(shape, visibility or Visibility(), query.shape[1]))
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -151,17 +151,21 @@ def _their_logits(model: PreTrainedModel) -> Tensor:
 def our_logits(
     model: PreTrainedModel, layers: Sequence[AttentionLayer], chunks: Sequence[tuple[int, int]] = _CHUNKS
 ) -> Tensor:
-    """float32 [num_chunks, vocab_size]: the same in a forward per chunk, [start, end) of the tokens, with ours."""
-    cache = KVCache(len(_BLOCK_TABLE), _BLOCK_SIZE, [layer.kv_shape for layer in layers], model.dtype)
-    workspaces = LayerWorkspaces(layers, _CHUNKS[-1][1], _BLOCK_SIZE, model.dtype)
-    token_ids, table = _token_ids(model), np.array([_BLOCK_TABLE], np.int32)
+    """float32 [num_chunks, vocab_size]: the same in a forward per chunk, [start, end) of the tokens, with ours.
+
+    On the model's device, where the result lies, too.
+    """
+    device = model.device
+    cache = KVCache(len(_BLOCK_TABLE), _BLOCK_SIZE, [layer.kv_shape for layer in layers], model.dtype, device)
+    workspaces = LayerWorkspaces(layers, _CHUNKS[-1][1], _BLOCK_SIZE, model.dtype, device)
+    token_ids, table = _token_ids(model).to(device), np.array([_BLOCK_TABLE], np.int32)
     logits = []
     for start, end in chunks:
         batch = RaggedBatch(np.array([end - start], np.int32), np.array([end], np.int32), table)
-        positions = torch.arange(start, end)
-        block_ids = torch.tensor(_BLOCK_TABLE)[positions // _BLOCK_SIZE]
+        positions = torch.arange(start, end, device=device)
+        block_ids = torch.tensor(_BLOCK_TABLE, device=device)[positions // _BLOCK_SIZE]
         context = PagedContext(layers, cache, workspaces, batch, block_ids, positions % _BLOCK_SIZE)
-        last = torch.tensor([end - start - 1])
+        last = torch.tensor([end - start - 1], device=device)
         logits.append(forward(model, token_ids[:, start:end], positions[None], context, last)[0, 0].float())
     return torch.stack(logits)
 

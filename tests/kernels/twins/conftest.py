@@ -32,6 +32,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
         tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+        if tensor.is_floating_point():
+            return tensor.fill_(torch.nan)
+        return tensor.fill_(-(2**30) if tensor.itemsize >= 4 else 85)
 
     monkeypatch.setattr(torch, "empty", poisoned)
