@@ -103,13 +103,17 @@ async def write_nonsense(bootstrap: str) -> None:
 
 @pytest.mark.broker
 def test_what_stays_until_ctrl_c(tmp_path: Path):
-    """Each begins to serve or to show, and Ctrl-C ends it with its exit status. (The model is the small one here.)"""
+    """Each begins to serve or to show, and Ctrl-C ends it with its exit status.
+
+    The model is the small one here, and the GPU one if there is one.
+    """
     with EmbeddedBroker() as broker:
         asyncio.run(create_topics(KafkaConnection(bootstrap=broker.bootstrap), partitions=2))
         with WorkerProcess(broker.bootstrap, tmp_path / "worker.log", "--metrics-port", "0") as worker:
             url = f"http://127.0.0.1:{worker.logged('health.serving')[-1]['port']}"
             for words in commands(*STAYING):
                 replaced = dict.fromkeys(ADDRESSES, broker.bootstrap) | {"smollm2": "tiny", "9100": "0"}
+                replaced |= {"cuda": "auto"}
                 given = [{"http://127.0.0.1:9100": url}.get(word, replaced.get(word, word)) for word in words]
                 if words[0] == "broker":
                     given = ["127.0.0.1:0" if word == broker.bootstrap else word for word in given]
