@@ -58,6 +58,8 @@ def worker(**flags: Any) -> None:
         _fail(_sentences(e))
     except ValueError as e:  # of the TOML parser
         _fail(f"the configuration file cannot be read: {e}")
+    except RecursionError:
+        _fail("the configuration file cannot be read: its arrays or tables are nested too deeply")
     if config.supervisor:
         _supervise(config, given)
     link = SupervisorLink.from_environment()

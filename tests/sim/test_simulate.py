@@ -11,6 +11,7 @@ from service.cli import app
 from worker.engine.tiers import TenantPolicy, TierPolicy
 from worker.sim.fleet import Slo
 from worker.sim.levels import load_levels
+from worker.sim.picture import document
 from worker.sim.profile import PROFILES, load_profile
 from worker.sim.summary import percentile
 from worker.sim.trace import Arrival, read_trace
@@ -259,3 +260,9 @@ def test_quotas_are_of_the_deployment(tmp_path: Path):
     ]
     assert 50 <= finished[0] <= 65
     assert abs(finished[1] - finished[0]) <= 8
+
+
+def test_a_picture_holds_any_name():
+    """What XML cannot hold is shown as such; the rest is escaped."""
+    drawn = ET.fromstring(document("a\x01<&\u2028b", [], []))
+    assert [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")] == ["a\ufffd<&\ufffdb"]

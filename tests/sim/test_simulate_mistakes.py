@@ -107,12 +107,15 @@ def profile(key: str, value: str) -> tuple[str, str]:
         (profile("base_s", "inf"), "base_s: must be less than or equal to 1000000, got inf"),
         (profile("prefill_s", "-1.0"), "prefill_s: must be greater than or equal to 0, got -1.0"),
         (profile("base_s", "1e300"), "base_s: must be less than or equal to 1000000, got 1e+300"),
-        (profile("base_s", "0.0"), "base_s and decode_s must not both be 0"),
+        (profile("base_s", "0.0"), "base_s and decode_s must be 1e-09 together at least"),
+        (profile("base_s", "1e-320"), "base_s and decode_s must be 1e-09 together at least"),
         (profile("max_model_len", "2e9"), "max_model_len: must be a valid integer, got 2000000000.0"),
         (profile("speed", "1"), "speed: is not known here"),
         (profile("like", '"tpu"'), "like: must be one of h200, a100, cpu, got 'tpu'"),
         (profile("like", "[1]"), "like: must be one of h200, a100, cpu, got [1]"),
         (("profile.toml", "="), "profile.toml: "),
+        (("profile.toml", "x = " + "[" * 5000 + "]" * 5000), "its arrays or tables are nested too deeply"),
+        (("tiers.toml", "x = " + "[" * 5000 + "]" * 5000), "its arrays or tables are nested too deeply"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line(tmp_path: Path, file: tuple[str, str | bytes], words: str):

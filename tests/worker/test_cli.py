@@ -1,6 +1,7 @@
 """`carousel worker` as the command that becomes a supervisor."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -60,3 +61,13 @@ def test_what_cannot_be_is_said_before_anything_starts(flags: list[str], sentenc
     assert result.exit_code == 2
     assert sentence in result.output
     assert became == []
+
+
+@pytest.mark.parametrize("text", ["x = ", "x = " + "[" * 5000 + "]" * 5000])
+def test_a_configuration_file_that_is_no_toml(tmp_path: Path, text: str, became: list):
+    """Status 2 and a sentence, however it is broken."""
+    (tmp_path / "worker.toml").write_text(text)
+    result = CliRunner().invoke(command, ["--config", str(tmp_path / "worker.toml")])
+    assert result.exit_code == 2
+    assert "the configuration file cannot be read" in result.output
+    assert not became

@@ -21,7 +21,10 @@ _MAX_SHOWN = 60  # characters of a wrong value
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file. Raises OSError, or ValueError with what is no TOML."""
-    return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise ValueError("its arrays or tables are nested too deeply") from None
 
 
 def explain(error: ValidationError) -> str:

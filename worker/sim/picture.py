@@ -1,8 +1,8 @@
 """A simulation as an SVG picture: seats, waiting and KV over time, and the distribution of TTFT per tier."""
 
+import html
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from itertools import chain
 
 from worker.sim.levels import Levels
@@ -36,6 +36,11 @@ def draw(runs: Sequence[WorkerRun], levels: Levels, title: str) -> str:
         panel(TOPS[0], "worker 1 over time (s)", seats, float, ""),
         panel(TOPS[1], "share of requests with a first token within (s), by tier", curves, math.log10, "%"),
     )
+
+
+def escape(text: str) -> str:
+    """As XML; characters that no XML document may hold, escaped or not, become U+FFFD."""
+    return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
 def document(title: str, *panels: Sequence[str]) -> str:

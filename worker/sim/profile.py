@@ -12,6 +12,7 @@ from worker.sim.files import explain, read_toml
 
 Count = Annotated[int, Field(ge=1)]
 Price = Annotated[float, Field(ge=0, le=1e6)]  # seconds
+SHORTEST_S = 1e-9  # a decode step; rates stay finite
 MAX_BLOCKS = 10_000_000  # the pools keep a few words per block, simulated or not
 
 
@@ -37,8 +38,8 @@ class Profile:
     max_model_len: Count
 
     def __post_init__(self) -> None:
-        if self.base_s + self.decode_s <= 0:
-            raise ValueError("base_s and decode_s must not both be 0: a decode step takes time")
+        if self.base_s + self.decode_s < SHORTEST_S:
+            raise ValueError(f"base_s and decode_s must be {SHORTEST_S} together at least: a decode step takes time")
 
     def step_s(self, num_prefill: int, num_context: int, num_decodes: int, num_swapped: int = 0) -> float:
         """Seconds of a step with so many prefill tokens, context tokens, decodes and blocks swapped."""
