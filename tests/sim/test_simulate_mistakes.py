@@ -64,6 +64,7 @@ def profile(key: str, value: str) -> tuple[str, str]:
         (trace("0,ann,4,2,7"), "line 2: more cells than the header has columns"),
         (trace('0,"ann,4,2'), "line 2: unexpected end of data"),
         (trace("0,ann", header="arrival_s,tenant"), "no column input_tokens, output_tokens"),
+        (trace("0,ann,4,2,9", header=f"{HEADER},tenant"), "column tenant is there twice"),
         (trace(), "no requests"),
         (("trace.csv", ""), "no column arrival_s"),
         (("trace.csv", b"\xff\xfe0\x00"), "'utf-8' codec can't decode byte 0xff"),

@@ -2,6 +2,7 @@
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,11 @@ def parse_trace(lines: Iterable[str], name: str = "trace") -> list[Arrival]:
 
 
 def _arrivals(reader: "csv.DictReader[str]") -> list[Arrival]:
-    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    columns = reader.fieldnames or ()
+    twice = [column for column, number in Counter(columns).items() if number > 1]
+    if twice:
+        raise ValueError(f"column {', '.join(twice)} is there twice")
+    missing = [column for column in COLUMNS if column not in columns]
     if missing:
         raise ValueError(f"no column {', '.join(missing)}; there must be {', '.join(COLUMNS)} and may be tier")
     return [_arrival(cells) for cells in reader]
