@@ -53,6 +53,7 @@ INLINE float load_one(const char *base, int64_t i, const enum format format) {
     return load(copy, 0, format)[0];
 }
 
+/* (Less zero: plus zero would make 0 of -0.) */
 INLINE floats all_of(float x) { return x - (floats){}; }
 
 INLINE floats chosen(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }

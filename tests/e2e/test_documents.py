@@ -112,8 +112,7 @@ def test_what_stays_until_ctrl_c(tmp_path: Path):
         with WorkerProcess(broker.bootstrap, tmp_path / "worker.log", "--metrics-port", "0") as worker:
             url = f"http://127.0.0.1:{worker.logged('health.serving')[-1]['port']}"
             for words in commands(*STAYING):
-                replaced = dict.fromkeys(ADDRESSES, broker.bootstrap) | {"smollm2": "tiny", "9100": "0"}
-                replaced |= {"cuda": "auto"}
+                replaced = dict.fromkeys(ADDRESSES, broker.bootstrap) | {"smollm2": "tiny", "9100": "0", "cuda": "auto"}
                 given = [{"http://127.0.0.1:9100": url}.get(word, replaced.get(word, word)) for word in words]
                 if words[0] == "broker":
                     given = ["127.0.0.1:0" if word == broker.bootstrap else word for word in given]

@@ -24,7 +24,7 @@ from worker.model.device_sampler import DeviceSampler, Drawing
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
 from worker.model.loader import LoadedModel
-from worker.model.runner import NO_DISTRIBUTION, NUM_MEASURED_COPIES
+from worker.model.runner import NUM_MEASURED_COPIES, take_sampled
 from worker.model.streams import Mark, Stream
 
 _Span = tuple[Mark, Mark]
@@ -41,7 +41,7 @@ class DeviceLost(BaseException):
 class _Copies:
     """The copies of a step, queued: from where to where in its stream each kind goes; None: there is none."""
 
-    step: int
+    plan: StepPlan
     out: _Span | None
     copy: _Span | None
     back: _Span | None
@@ -120,7 +120,7 @@ class DeviceRunner:
             raise
         outcome = StepOutcome(plan.step, copy_seconds=None if copies is None else self._seconds(copies))
         if inputs is not None and drawing is not None:
-            self._take(inputs, drawing, outcome)
+            take_sampled(drawing.sampled(), inputs, self._input_batch, outcome)
         return outcome
 
     def measure_copies(self) -> tuple[float, float]:
@@ -168,7 +168,7 @@ class DeviceRunner:
     def _queue_copies(self, plan: StepPlan) -> _Copies | None:
         if not (plan.swap_outs or plan.copies or plan.swap_ins):
             return None
-        if self._copies is not None and self._copies.step == plan.step:
+        if self._copies is not None and self._copies.plan is plan:
             return self._copies  # made by a try that failed later: what they read may have been written since
         device, host, streams = self._cache.blocks, self._host_cache.blocks, self._streams
         out = copy = back = None
@@ -181,7 +181,7 @@ class DeviceRunner:
             streams.wait(Stream.IN, streams.mark(Stream.COMPUTE))  # copies may read what they write
             back = self._queue(Stream.IN, host, device, plan.swap_ins)
             streams.wait(Stream.COMPUTE, back[1])
-        self._copies = _Copies(plan.step, out, copy, back)
+        self._copies = _Copies(plan, out, copy, back)
         return self._copies
 
     def _queue_forward(self, inputs: StepInputs, noise: dict[str, NDArray[np.int64]] | None = None) -> Drawing:
@@ -207,15 +207,3 @@ class DeviceRunner:
     def _seconds(self, copies: _Copies) -> CopySeconds:
         spans = (copies.out, copies.copy, copies.back)
         return CopySeconds(*(0.0 if span is None else self._streams.seconds(*span) for span in spans))
-
-    def _take(self, inputs: StepInputs, drawing: Drawing, outcome: StepOutcome) -> None:
-        """What was drawn, into `outcome` and the rows."""
-        sampled = drawing.sampled()
-        for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
-            if token is None:
-                outcome.failed[seq_id] = NO_DISTRIBUTION
-            else:
-                outcome.tokens[seq_id] = token
-        # The rows of those that have failed are forgotten with the next plan.
-        drawn = np.array([token.token_id if token is not None else 0 for token in sampled], np.int64)
-        self._input_batch.append(inputs.sampling_rows, drawn)

@@ -1,13 +1,14 @@
 """Executes plans with torch: one forward per step for the whole mixed batch."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.copy_blocks import copy_blocks
-from worker.engine.outputs import CopySeconds, StepOutcome, StepPlan
+from worker.engine.outputs import CopySeconds, SampledToken, StepOutcome, StepPlan
 from worker.model.attention import LayerWorkspaces, PagedContext, forward
 from worker.model.input_batch import InputBatch, StepInputs
 from worker.model.kv_cache import KVCache
@@ -15,7 +16,21 @@ from worker.model.loader import LoadedModel
 from worker.model.sampler import sample
 
 NUM_MEASURED_COPIES = 16
-NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
+_NO_DISTRIBUTION = "the model's logits for this sequence are not finite, or rule every token out"
+
+
+def take_sampled(
+    sampled: Sequence[SampledToken | None], inputs: StepInputs, input_batch: InputBatch, outcome: StepOutcome
+) -> None:
+    """Adds what a step drew to `outcome` and to the rows; None: that row's logits are no distribution."""
+    for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
+        if token is None:
+            outcome.failed[seq_id] = _NO_DISTRIBUTION
+        else:
+            outcome.tokens[seq_id] = token
+    # The rows of those that have failed are forgotten with the next plan.
+    drawn = np.array([token.token_id if token is not None else 0 for token in sampled], np.int64)
+    input_batch.append(inputs.sampling_rows, drawn)
 
 
 class TorchRunner:
@@ -66,14 +81,7 @@ class TorchRunner:
         with torch.inference_mode():
             sampled = sample(self._forward(inputs), inputs.sampling)
         outcome = StepOutcome(plan.step, copy_seconds=copy_seconds)
-        for seq_id, token in zip(inputs.sampling_seq_ids, sampled, strict=True):
-            if token is None:
-                outcome.failed[seq_id] = NO_DISTRIBUTION
-            else:
-                outcome.tokens[seq_id] = token
-        # The rows of those that have failed are forgotten with the next plan.
-        drawn = np.array([token.token_id if token is not None else 0 for token in sampled], np.int64)
-        self._input_batch.append(inputs.sampling_rows, drawn)
+        take_sampled(sampled, inputs, self._input_batch, outcome)
         return outcome
 
     def measure_copies(self) -> tuple[float, float]:

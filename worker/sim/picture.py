@@ -38,7 +38,7 @@ def draw(runs: Sequence[WorkerRun], levels: Levels, title: str) -> str:
     )
 
 
-def escape(text: str) -> str:
+def _escape(text: str) -> str:
     """As XML; characters that no XML document may hold, escaped or not, become U+FFFD."""
     return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
@@ -50,7 +50,7 @@ def document(title: str, *panels: Sequence[str]) -> str:
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">'
     )
     paper = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>'
-    heading = f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>'
+    heading = f'<text x="{_LEFT}" y="24" font-size="15" font-weight="bold">{_escape(title)}</text>'
     return "\n".join([head, paper, heading, *chain.from_iterable(panels), "</svg>", ""])
 
 
@@ -69,7 +69,7 @@ def panel(top: int, title: str, curves: Sequence[Curve], scale: Callable[[float]
     peak = max((y for _, points in curves for _, y in points), default=1.0) or 1.0
     bottom = top + _PLOT_HEIGHT
     lines = [
-        f'<text x="{_LEFT}" y="{top - 8}" fill="#444">{escape(title)}</text>',
+        f'<text x="{_LEFT}" y="{top - 8}" fill="#444">{_escape(title)}</text>',
         f'<rect x="{_LEFT}" y="{top}" width="{_PLOT_WIDTH}" height="{_PLOT_HEIGHT}" fill="none" stroke="#bbb"/>',
     ]
     for i in range(5):
@@ -88,7 +88,7 @@ def panel(top: int, title: str, curves: Sequence[Curve], scale: Callable[[float]
         )
         lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         legend_y = top + 14 + 18 * i
-        lines.append(f'<text x="{_LEFT + _PLOT_WIDTH + 10}" y="{legend_y}" fill="{colour}">{escape(name)}</text>')
+        lines.append(f'<text x="{_LEFT + _PLOT_WIDTH + 10}" y="{legend_y}" fill="{colour}">{_escape(name)}</text>')
     return lines
 
 
