@@ -20,6 +20,7 @@ import yaml
 from schemas.errors import RequestError
 from service.client import Client
 from service.errors import ServiceError
+from tests import others
 from tests.deploy.stack import ROOT
 from tests.deploy.test_dashboards import RULES, dashboard_expressions, filled_in
 from tests.e2e.test_telemetry import free_port, port_of, usage_records, wait_for
@@ -93,8 +94,7 @@ class Prometheus:
             await wait_for(self._all_up)
             yield
         finally:
-            process.terminate()
-            process.wait(30)
+            others.end(process)
 
     async def _all_up(self) -> bool:
         with contextlib.suppress(OSError):

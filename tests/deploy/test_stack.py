@@ -21,6 +21,7 @@ import pytest
 
 from bench.beside import Missing, tool
 from carousel import Client, Tokens
+from tests import others
 from tests.deploy.stack import ROOT
 from tests.deploy.stand_ins import import_all
 from tests.deploy.test_dashboards import dashboard_expressions, filled_in
@@ -144,8 +145,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield made
     finally:
         made.docker("compose", "--profile", "*", "down", "--volumes", "--timeout", "5", check=False)
-        engine.terminate()
-        engine.wait(60)
+        others.end(engine, limit=60)
         for mount in re.findall(rf"^\S+ ({folder}\S*)", Path("/proc/mounts").read_text(), re.MULTILINE):
             subprocess.run(["umount", mount], check=False)
         subprocess.run(["iptables-restore"], input=rules, check=False)

@@ -28,7 +28,7 @@ from schemas.records import Begin, Tokens
 from service import tracing
 from service.broker import EmbeddedBroker
 from service.client import Client
-from tests import documented
+from tests import documented, others
 from tests.e2e.workers import WorkerProcess, producing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -220,10 +220,7 @@ def stack(tmp_path: Path) -> Iterator[tuple[str, str]]:
             wait_until_it_answers(address)
         yield f"http://127.0.0.1:{ports['OTELCOL_OTLP_HTTP_PORT']}", query
     finally:
-        for process in programs:
-            process.terminate()
-        for process in programs:
-            process.wait(20)
+        others.end(*programs)
 
 
 def wait_until_it_answers(address: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from tests import others
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LIMIT_S = 60.0
 
@@ -60,12 +62,7 @@ class Page:
     def __exit__(self, *_: object) -> None:
         os.close(self._in)
         os.close(self._out)
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        others.end(self._process)
         shutil.rmtree(self._profile.name, ignore_errors=True)
         self._profile._finalizer.detach()  # type: ignore[attr-defined]
 
