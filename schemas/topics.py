@@ -68,7 +68,7 @@ class Tier:
     name: str  # as in the table's own name
     default_priority: int  # of a request that names none, 0 to 9; larger is more urgent
     priority_cap: int  # the most that a header may ask for
-    flush_ms: float = 0.0  # how long tokens may be collected into one record; 0: every step
+    flush_ms: float = 0.0  # how long tokens after the first may be collected into one record; 0: every step
     default_max_tokens: int = 256  # of a request that names none
     default_deadline_ms: int | None = None  # after the record's timestamp; None: no deadline
     ttft_ms: float | None = None  # target: time to first token
@@ -99,9 +99,17 @@ class Tier:
         """The effective priority of a request whose `priority` header is `header` (None: it has none)."""
         return self.default_priority if header is None else min(header, self.priority_cap)
 
+    def next_flush(self, now: float) -> float | None:
+        """Until when tokens that come after `now` are collected, on the same clock, in seconds; None: not at all.
+
+        All requests of a tier share these instants, so that their records share produce requests and fetches.
+        """
+        period = self.flush_ms / 1000
+        return (now // period + 1) * period if period else None
+
 
 DEFAULT_TIERS: dict[str, Tier] = {
     "interactive": Tier("interactive", default_priority=7, priority_cap=9),
-    "standard": Tier("standard", default_priority=4, priority_cap=6),
+    "standard": Tier("standard", default_priority=4, priority_cap=6, flush_ms=50.0),
     "batch": Tier("batch", default_priority=1, priority_cap=3, flush_ms=100.0),
 }

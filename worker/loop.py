@@ -80,6 +80,7 @@ class EventStream:
     ) -> None:
         self._events: list[EngineEvent] = []
         self._ready = asyncio.Event()
+        self._collecting = False  # events wait for `_release`, or for the last of them
         self._num_open = num_choices
         self._on_seat = on_seat
         self.observer = observer
@@ -118,7 +119,8 @@ class EventStream:
             self._num_open -= 1
             if self.observer is not None:
                 self.observer.finished(event.choice, now)
-        self._ready.set()
+        if not self._collecting or self.finished:
+            self._ready.set()
 
     async def take(self, not_before: float | None = None) -> list[EngineEvent]:
         """Waits for events and takes all that are there.
@@ -126,17 +128,26 @@ class EventStream:
         Args:
             not_before: event loop time until which more are collected, unless the request finishes.
         """
-        await self._ready.wait()
-        loop = asyncio.get_running_loop()
-        while not_before is not None and not self.finished and loop.time() < not_before:
+        if not_before is not None and not self.finished:
+            # One timer instead of a wake-up a token: what collecting is for is that less is done.
+            self._collecting = True
             self._ready.clear()
+            timer = asyncio.get_running_loop().call_at(not_before, self._release)
             try:
-                await asyncio.wait_for(self._ready.wait(), not_before - loop.time())
-            except TimeoutError:
-                break
+                await self._ready.wait()
+            finally:
+                timer.cancel()
+                self._collecting = False
+        else:
+            await self._ready.wait()
         self._ready.clear()
         events, self._events = self._events, []
         return events
+
+    def _release(self) -> None:
+        self._collecting = False
+        if self._events:
+            self._ready.set()
 
 
 class EngineLoop:

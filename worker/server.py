@@ -405,7 +405,7 @@ class RequestServer:
         progress = ReplyProgress(
             request.n if request else 1, request is not None and request.logprobs is not None, resumed
         )
-        loop, not_before, num_records = asyncio.get_running_loop(), None, 1
+        not_before, num_records = None, 1
         while stream is not None and not progress.finished:
             for event in await stream.take(not_before):
                 progress.add(event)
@@ -413,7 +413,7 @@ class RequestServer:
             if not call.stream:
                 continue
             while record := progress.take_record(attempt.number):
-                not_before = loop.time() + call.tier.flush_ms / 1000
+                not_before = call.tier.next_flush(asyncio.get_running_loop().time())
                 num_records += 1
                 verdict = attempt.acknowledged(await self._sink.send(call.address, record))
                 if verdict is Verdict.READ:

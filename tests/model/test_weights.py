@@ -1,7 +1,6 @@
 """Weights packed for the CPU, or in 8 bits: the model's results, in less time and no more memory."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.model.small_models import (
     random_model,
     serve,
 )
-from worker.model import weights
 from worker.model.attention import LayerWorkspaces, PagedContext, forward
 from worker.model.errors import ModelError
 from worker.model.families import FAMILIES, small_config
@@ -129,48 +127,6 @@ def test_packed_tokens_equal_generate(budget):
     driver = PlanDriver.on(loaded, max_num_seqs=16, budget=budget)
     for prompt, tokens in zip(prompts, driver.generate(prompts, 16), strict=True):
         assert token_ids(tokens) == generate_greedy(reference.eval(), prompt, 16)
-
-
-@pytest.mark.usefixtures("native_kernels")  # bfloat16 is served everywhere
-def test_what_is_faster_as_it_was_loaded_stays(tmp_path, monkeypatch):
-    """The choice is measured once, kept by machine, dtype, threads and multipliers, and read by whoever comes next."""
-    file = tmp_path / "folder" / "self-tune.json"
-    measured = []
-
-    def judge(groups):
-        measured.append(groups[0].shape)
-        return "plain" if groups[0].shape == (64, 64) else "native"
-
-    monkeypatch.setattr(weights, "_fastest", judge)
-    done = prepare_weights(load_model("tiny"), "auto", file)
-    assert done.plain == ("64x64",)
-    assert done.num_products == done.num_native == 7
-    assert len(measured) == len(set(measured)) == 5
-    (known,) = json.loads(file.read_text()).values()
-    assert known == {"{}x{}".format(*shape): "plain" if shape == (64, 64) else "native" for shape in measured}
-    again = prepare_weights(load_model("tiny"), "auto", file)
-    assert (again.plain, again.tuned_seconds) == (done.plain, 0.0)
-    assert len(measured) == 5
-    prepare_weights(load_model("tiny", dtype="bfloat16"), "auto", file)
-    assert len(measured) == 10
-    file.write_text("{damaged")
-    prepare_weights(load_model("tiny"), "auto", file)
-    assert len(measured) == 15
-    assert len(json.loads(file.read_text())) == 1
-
-
-@pytest.mark.usefixtures("native_kernels")
-@pytest.mark.parametrize(
-    ("native", "onednn", "plain", "expected"),
-    [(1.0, 1.0, 1.0, "native"), (1.0, 0.95, 0.95, "native"), (1.0, 0.5, 0.48, "onednn"), (1.0, 2.0, 0.5, "plain")],
-)
-def test_the_measurement_prefers_the_faster(monkeypatch, native, onednn, plain, expected):
-    """Seconds decide; what is preferred gives way only to what is clearly faster."""
-    groups = [Group((nn.Linear(64, 64),))]
-    times = iter(np.repeat([native, onednn, plain], len(weights._TUNED_ROWS)))
-    monkeypatch.setattr(weights, "_seconds", lambda run: (run(), next(times))[1])
-    with torch.inference_mode():
-        assert weights._fastest(groups) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -126,6 +126,11 @@ class Group:
         shapes = [weight_of(linear).shape for linear in self.linears]
         return sum(out for out, _ in shapes), shapes[0][1]
 
+    @property
+    def name(self) -> str:
+        """Its shape."""
+        return "{}x{}".format(*self.shape)
+
 
 def weight_of(linear: nn.Module) -> Tensor:
     """[out_features, in_features]; a Conv1D of transformers keeps it the other way round."""
