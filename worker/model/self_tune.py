@@ -29,7 +29,7 @@ _REPEATS = 3
 # What is preferred gives way only to what is clearly faster: as it was loaded, a layer's results depend on the batch.
 _CLEARLY = 0.9
 # Layers whose products are all native are computed as a whole, which saves more than another product does: of a step of
-# SmolLM2 a fifth to a third (docs/performance.md).
+# SmolLM2 30 to 50 % (docs/performance.md).
 _CLEARLY_WHOLE = 0.7
 _MAX_PRODUCTS = 1 << 31  # multiplications of one product: the output head of 256 rows is no step's work
 _MAX_WAITING = 0.1  # cores for which our threads may wait, on average; with more the machine is busy

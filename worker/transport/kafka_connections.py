@@ -35,6 +35,9 @@ from schemas.reachability import why_unreachable
 STOP_S = 5.0
 REACH_S = 5.0
 EMBEDDED_REBALANCE_MS = 15_000  # it once left a join without an answer, and a worker without partitions for a minute
+# Kafka answers a fetch when there is something; a fetch that waits only holds up the first one after a re-balance or a
+# pause. The embedded broker answers when the time is over, so that a request waits for it.
+FETCH_MAX_WAIT_MS, EMBEDDED_FETCH_MAX_WAIT_MS = 250, 100
 MAX_SEQUENCES = 20_000  # logs that one producer writes to, about 300 bytes each; then another takes its place
 NEW_TOPIC_BACKOFF_MS = 20  # aiokafka's own 100 ms is what a topic costs whose leader is not known yet
 log = structlog.get_logger(__name__)
@@ -174,7 +177,7 @@ class KafkaConnections:
             heartbeat_interval_ms=min(1000, self._session_timeout_ms // 3),
             rebalance_timeout_ms=rebalance_timeout_ms,
             max_poll_interval_ms=300_000,
-            fetch_max_wait_ms=100,
+            fetch_max_wait_ms=FETCH_MAX_WAIT_MS if self.idempotent else EMBEDDED_FETCH_MAX_WAIT_MS,
             fetch_max_bytes=16 * 2**20,
             request_timeout_ms=rebalance_timeout_ms + 5_000,  # a join is answered when everybody has joined
         )

@@ -12,7 +12,7 @@ from schemas.errors import RequestError
 from schemas.log_consumer import LogConsumer
 from schemas.records import Cancel, decode_control
 from schemas.topics import CANCEL_TTL_MS
-from worker.transport.kafka_connections import KafkaConnections
+from worker.transport.kafka_connections import FETCH_MAX_WAIT_MS, KafkaConnections
 
 POLL_MS = 200
 RETRY_S = 0.5
@@ -41,7 +41,7 @@ class KafkaControl:
                 await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
-        consumer = self._connections.consumer(fetch_max_wait_ms=50)
+        consumer = self._connections.consumer(fetch_max_wait_ms=FETCH_MAX_WAIT_MS)
         try:
             await consumer.start()
             count = await self._connections.partitions_of(self._topic)
