@@ -136,13 +136,13 @@ class KafkaConnections:
                 return producer
             finally:
                 sender_log.disabled = False
-        self.idempotent = False
-        log.warning(
-            "kafka.no_idempotent_producer",
-            bootstrap=self._bootstrap,
-            meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send may "
-            "land twice (readers drop it). Use Apache Kafka for anything that matters",
-        )
+            self.idempotent = False
+            log.warning(
+                "kafka.no_idempotent_producer",
+                bootstrap=self._bootstrap,
+                meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send "
+                "may land twice (readers drop it). Use Apache Kafka for anything that matters",
+            )
         producer = AIOKafkaProducer(**options)
         await producer.start()
         return producer
