@@ -81,9 +81,7 @@ class KafkaConnections:
         except (KafkaConnectionError, TimeoutError) as e:
             await self.admin.close()
             why = await why_unreachable(self._connection)
-            raise KafkaUnavailable(
-                f"no Kafka at {self._bootstrap}: {why} (`carousel broker` starts one for first steps)"
-            ) from e
+            raise KafkaUnavailable(f"no Kafka at {self._bootstrap}: {why}") from e
         except ClusterAuthorizationFailedError as e:  # who may write to one topic may also be idempotent
             await self.admin.close()
             raise KafkaUnavailable(f"this user may write to no topic at {self._bootstrap}") from e
