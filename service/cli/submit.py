@@ -55,6 +55,9 @@ def submit(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel=_SAMPLING)
     ] = None,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="Send an empty prompt: the model begins from nothing.")
+    ] = False,
     lane_prefix: Annotated[str, typer.Option(help="Lanes are PREFIX + tier.")] = DEFAULT_LANE_PREFIX,
     reply_prefix: Annotated[str, typer.Option(help="Reply topics are PREFIX + id.")] = DEFAULT_REPLY_PREFIX,
 ) -> None:
@@ -65,6 +68,10 @@ def submit(
     Example: carousel submit "Why is the sky blue?" --chat --tier interactive --temperature 0 --max-tokens 64
     """
     text = _standard_input() if prompt == "-" else prompt
+    if not text.strip() and not allow_empty:
+        raise typer.BadParameter(
+            "it is empty, and the answer would be about nothing; --allow-empty sends it all the same"
+        )
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
     roles = [("system", system), ("user", text)]

@@ -163,6 +163,9 @@ async def test_submit(responder: Responder) -> None:
     assert [event["event"] for event in events if event["event"] != "tokens"] == ["begin", "end"]
     assert "".join(event.get("text", "") for event in events) == "hi"
     assert responder.replies[1].input.topic.endswith("batch")
+    status, _, stderr = await _run(*_submit(responder, "", "--allow-empty"))
+    assert (status, stderr) == (0, "(no text: finish_reason stop)\n")
+    assert responder.replies[2].fields == {"prompt": ""}
 
 
 @pytest.mark.broker
@@ -187,6 +190,8 @@ async def test_submit_while_no_worker_runs(responder: Responder) -> None:
     [
         (["submit", b"\xff\xfe"], r"carousel: this argument is not UTF-8: '\\udcff\\udcfe'"),
         (["submit", "x", "--tenant", b"a\xff"], r"carousel: this argument is not UTF-8: 'a\\udcff'"),
+        (["submit", ""], "it is empty, .* --allow-empty"),
+        (["submit", " \n", "--chat"], "it is empty, .* --allow-empty"),
         (["submit", "-"], "standard input is not UTF-8: invalid start byte at byte 2"),
         (["submit", "x", "--tier", ""], "carousel: '' cannot name a tier"),
         (["submit", "x", "--tier", "a/b"], "carousel: 'a/b' cannot name a tier"),
