@@ -23,7 +23,7 @@ _PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatev
 def submit(
     connection: KafkaConnection,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    tier: Annotated[str, typer.Option(help="The lane: interactive, standard or batch.")] = "standard",
+    tier: Annotated[str, typer.Option(help="The lane: interactive, standard, batch, or one of your own.")] = "standard",
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message, put into the model's chat template.")
     ] = False,
