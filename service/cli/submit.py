@@ -14,6 +14,7 @@ from service.cli.connection import with_connection
 from service.cli.running import run
 from service.client import Client
 from service.errors import RequestFailed
+from service.stream import ReplyStream
 
 _SAMPLING = "Sampling"
 _PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatever its load
@@ -100,18 +101,39 @@ def _standard_input() -> str:
 
 
 async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:
-    async with client, client.stream(**request) as stream:
-        waiting = asyncio.create_task(_say_that_nobody_has_begun(request["tier"]))
+    async with client:
+        stream = client.stream(**request)
+        try:
+            async with stream:
+                await _print(stream, request["tier"], as_json=as_json)
+        except asyncio.CancelledError:
+            if stream.end is None:
+                typer.echo(f"\n[{_what_ends(stream)}]", err=True)
+            raise
+        if stream.end is not None and (error := stream.end.error) is not None:
+            raise RequestFailed(error.code, error.message, error.retry_after_ms)
+
+
+async def _print(stream: ReplyStream, tier: str, *, as_json: bool) -> None:
+    waiting = asyncio.create_task(_say_that_nobody_has_begun(tier))
+    try:
         async for event in stream:
             waiting.cancel()
             if as_json:
                 typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
             else:
                 _show(event)
-        if not as_json and stream.end is not None and not stream.text:
-            typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
-        if stream.end is not None and (error := stream.end.error) is not None:
-            raise RequestFailed(error.code, error.message, error.retry_after_ms)
+    finally:
+        waiting.cancel()
+    if not as_json and stream.end is not None and not stream.text:
+        typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
+
+
+def _what_ends(stream: ReplyStream) -> str:
+    """A failure to publish the cancel, while the client closes, is a warning of its own after this."""
+    if stream.correlation_id is None:
+        return "stopped before the request was published"
+    return f"cancelling the request {stream.correlation_id}"
 
 
 async def _say_that_nobody_has_begun(tier: str) -> None:
