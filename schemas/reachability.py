@@ -6,6 +6,7 @@ they close a connection that does not speak their language, so what language tha
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 
@@ -70,8 +71,8 @@ async def _sentence(error: Exception, connection: KafkaConnection, host: str, po
             )
         case socket.gaierror():
             return f"there is no host {host}: {error.strerror}"
-        case ConnectionRefusedError():
-            return "nobody listens there"
+        case OSError() if _refused(error):
+            return "nobody listens there" + _local_broker(connection, host, port)
         case ssl.SSLError() | ConnectionError() | KafkaConnectionError():
             return await _closed(error, connection, host, port)
         case TimeoutError():
@@ -79,6 +80,23 @@ async def _sentence(error: Exception, connection: KafkaConnection, host: str, po
         case KafkaError() | OSError() | ValueError():
             return str(error) or repr(error)
     return repr(error)
+
+
+def _refused(error: OSError) -> bool:
+    """localhost has two addresses: asyncio gives the errors of both as one text."""
+    words = str(error)
+    return isinstance(error, ConnectionRefusedError) or (
+        words.startswith("Multiple exceptions")
+        and words.count("[Errno") == words.count(f"[Errno {errno.ECONNREFUSED}]")
+    )
+
+
+def _local_broker(connection: KafkaConnection, host: str, port: int) -> str:
+    """How to get a broker there, where that is this machine and the embedded one would do."""
+    if connection.security_protocol != "PLAINTEXT" or not (host in ("localhost", "::1") or host.startswith("127.")):
+        return ""
+    address = f"[{host}]:{port}" if ":" in host else f"{host.replace('localhost', '127.0.0.1')}:{port}"
+    return f". For first steps, start one in another terminal: carousel broker --listen {address}"
 
 
 async def _closed(error: Exception, connection: KafkaConnection, host: str, port: int) -> str:

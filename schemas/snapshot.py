@@ -167,4 +167,10 @@ def fetch_snapshot(url: str) -> bytes:
     except http.client.HTTPException as error:
         raise NoSnapshot(f"what answers at {url} is no HTTP: {error}") from None
     except OSError as error:
-        raise NoSnapshot(f"no worker answers at {url}: {error}") from None
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(cause, ConnectionRefusedError):
+            words = "nobody listens there"
+        else:
+            words = (isinstance(cause, OSError) and cause.strerror) or str(cause)
+        advice = "a worker does at its --metrics-port, which it has only when that is given"
+        raise NoSnapshot(f"no worker answers at {url}: {words}; {advice}") from None

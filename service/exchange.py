@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from schemas.connection import KafkaConnection
 from schemas.errors import RequestError
 from schemas.headers import write_request_headers
 from schemas.reasons import ErrorCode
-from schemas.topics import control_topic, reply_topic
+from schemas.topics import DEFAULT_LANE_PREFIX, LANES, control_topic, dlq_topic, reply_topic
 from service.cancels import CancelPublisher
 from service.errors import LaneMissing, NotAuthorized, PublishFailed, StreamClosed
 from service.kafka import TopicAdmin, start_producer, stop_producer
@@ -67,6 +67,7 @@ class Exchange:
         content_type: ContentType,
     ) -> None:
         self._connection = connection
+        self._lane_prefix = lane_prefix
         self._control_topic = control_topic(lane_prefix)
         self._reply_prefix = reply_prefix
         self._reply_template = reply_topic("{correlation_id}", reply_prefix)
@@ -188,6 +189,24 @@ class Exchange:
         async with self._lanes_lock:
             if lane in self._lanes:
                 return
-            if lane not in await self._admin.list():
-                raise LaneMissing(f"no lane {lane}, or none that this user may see; `carousel topics create` makes it")
+            topics = await self._admin.list()
+            if lane not in topics:
+                raise LaneMissing(lane_missing(lane, self._lane_prefix, topics))
             self._lanes.add(lane)
+
+
+def lane_missing(lane: str, prefix: str, topics: Iterable[str]) -> str:
+    """What to do about a lane that is not among `topics`: which there are, and what makes another."""
+    tier = lane.removeprefix(prefix)
+    others = {control_topic(prefix), dlq_topic(prefix)}
+    known = sorted(t.removeprefix(prefix) for t in topics if t.startswith(prefix) and t not in others)
+    command = "carousel topics create"
+    if tier not in LANES:
+        command += f" --tier {tier}"
+    if prefix != DEFAULT_LANE_PREFIX:
+        command += f" --lane-prefix {prefix}"
+    served = "" if tier in LANES else f", and a worker with a table [tiers.{tier}] in its --config serves it"
+    return (
+        f"no lane {tier} (topic {lane}), or none that this user may see. There "
+        f"{'are: ' + ', '.join(known) if known else 'is none with this prefix'}. `{command}` makes it{served}"
+    )

@@ -5,8 +5,9 @@ Written against aiokafka 0.14; everything that leans on its internals says so.
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -57,15 +58,17 @@ async def explained(connection: KafkaConnection) -> AsyncIterator[None]:
 
 
 async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafkaProducer:
-    """A started producer with acks=all: idempotent, or with a warning not, where the broker knows no such thing.
+    """A started producer with acks=all: idempotent, or not, where the broker knows no such thing.
 
-    `options` go to AIOKafkaProducer. Raises BrokerUnavailable and NotAuthorized.
+    Said at level info: the embedded broker and a worker warn of it at their start, callers need not. `options` go to
+    AIOKafkaProducer. Raises BrokerUnavailable and NotAuthorized.
     """
     options = connection.client_options() | options
     for idempotent in (True, False):
         producer = AIOKafkaProducer(acks="all", enable_idempotence=idempotent, **options)
         try:
-            await connect(producer, connection)
+            with _without_aiokafkas_complaint():
+                await connect(producer, connection)
         except ClusterAuthorizationFailedError as error:  # who may write to one topic may also be idempotent
             await producer.stop()
             raise NotAuthorized(f"this user may write to no topic at {connection.bootstrap}") from error
@@ -73,13 +76,29 @@ async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafk
             await producer.stop()
             if not idempotent:
                 raise
-            log.warning("producer_not_idempotent", reason="this broker refuses it; a retried record may be doubled")
+            log.info("producer_not_idempotent", reason="this broker refuses it; a retried record may be doubled")
         except BaseException:
             await producer.stop()
             raise
         else:
             return producer
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _without_aiokafkas_complaint() -> Iterator[None]:
+    """0.14 logs as an unexpected error what `start_producer` tries and gets an UnknownError for; nothing else is kept
+    from the log."""
+
+    def unless_expected(record: logging.LogRecord) -> bool:
+        return not (record.args == (UnknownError,) and "InitProducerIdRequest" in str(record.msg))
+
+    sender_log = logging.getLogger("aiokafka.producer.sender")
+    sender_log.addFilter(unless_expected)
+    try:
+        yield
+    finally:
+        sender_log.removeFilter(unless_expected)
 
 
 async def stop_producer(producer: AIOKafkaProducer, *, patience: float = 3.0) -> None:

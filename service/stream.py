@@ -161,8 +161,8 @@ class ReplyStream:
 
     def _lateness(self) -> str:
         if self._timeout is not None and self._patience() == self._timeout:
-            return f"no event for {self._timeout:g} s"
-        return f"no end {_DEADLINE_GRACE_S:g} s after the deadline"
+            return f"no event for {self._timeout:g} s: the request has been left, and is cancelled"
+        return f"no end {_DEADLINE_GRACE_S:g} s after the deadline: the request has been left, and is cancelled"
 
 
 def completion_of(log: ReplyLog, num_choices: int) -> Completion:

@@ -29,7 +29,9 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
-        raise PortUnavailable(f"--metrics-port {port} of {host} cannot be had: {e}. Give another, or 0 for any") from e
+        reason = (e.strerror or str(e)).partition(" (while")[0].lower()
+        words = f"--metrics-port {port} of {host} cannot be had: {reason}. Give another, or 0 for any"
+        raise PortUnavailable(words) from e
     app = health_app(health, more)
     config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)

@@ -69,6 +69,7 @@ class RequestServer:
     ) -> None:
         self._config = config
         self._model = model
+        self._other_models: set[str] = set()  # that were warned of
         self._engine = engine
         self._gate = self.gate = gate
         self._sink = sink
@@ -375,12 +376,27 @@ class RequestServer:
         if verdict is Verdict.READ:
             resumed = await self._sink.read(call.address, 0, attempt.read_until)
             verdict = self._note_end(call, attempt.read(resumed), resumed)
+            self._warn_of_another_model(resumed)
         if verdict is not Verdict.GO_ON:
             return verdict
         if stream is not None and resumed is not None:
             stream = self._resume(call, stream, resumed)
         self._telemetry.begun(call, attempt.number, resumed)
         return await self._write(call, attempt, stream, resumed)
+
+    def _warn_of_another_model(self, seen: ReplyLog) -> None:
+        """A set of lanes serves one model (protocol.md 1). No refusal: another name may be that of a copy of ours."""
+        first = seen.first_begin.model if seen.first_begin is not None else self._model.name
+        if first == self._model.name or first in self._other_models:
+            return
+        self._other_models.add(first)
+        log.warning(
+            "lanes.serve_another_model",
+            ours=self._model.name,
+            other=first,
+            meaning="a worker with another model has begun a request of these lanes; what we resume of it mixes both. "
+            "Give each model lanes of its own (--lane-prefix), or all workers of these lanes the same --model",
+        )
 
     def _may_end_without_attempt(self, call: Call) -> bool:
         """On a shared log nobody tells whether an attempt has begun; only what no worker could decode never has."""

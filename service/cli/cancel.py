@@ -8,7 +8,8 @@ from schemas.connection import KafkaConnection
 from schemas.topics import CANCEL_TTL_MS, DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX
 from service.cli.connection import with_connection
 from service.cli.running import run
-from service.control import cancel_requests
+from service.cli.tables import printable
+from service.control import cancel_requests, find_requests
 
 
 @with_connection
@@ -24,7 +25,8 @@ def cancel(
 
     The worker that has a request ends it in its next step; its stream ends with `cancelled` and keeps the tokens so
     far. A cancel that comes before its request waits for it ten minutes. What has ended already stays as it is, and an
-    id that nobody knows is no error: nobody can tell it from one that is still to come.
+    id that nobody knows is no error: nobody can tell it from one that is still to come. What the request's reply log
+    told before is printed with each id.
 
     Example: carousel cancel 3f2a9c51d0
     """
@@ -35,8 +37,9 @@ def cancel(
             raise typer.BadParameter(f"{each} is a reply topic; its request's id is {each.removeprefix(reply_prefix)}")
 
     async def main() -> None:
+        found = await find_requests(connection, ids, reply_prefix=reply_prefix)  # before: the cancel changes it
         await cancel_requests(connection, ids, lane_prefix=lane_prefix)
-        for each in ids:
-            typer.echo(f"cancel published: {each} (kept {CANCEL_TTL_MS // 60_000} min)")
+        for each, words in zip(ids, found, strict=True):
+            typer.echo(f"cancel published: {each} (kept {CANCEL_TTL_MS // 60_000} min); {printable(words)}")
 
     run(main())

@@ -31,6 +31,7 @@ def console(
     try:
         number = module.run_console(worker, host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
     except OSError as error:
-        typer.echo(f"carousel console: port {port} of {host} cannot be had: {error}. Give another --port", err=True)
+        reason = (error.strerror or str(error)).partition(" (while")[0].lower()
+        typer.echo(f"carousel console: port {port} of {host} cannot be had: {reason}. Give another --port", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(128 + number)

@@ -92,10 +92,27 @@ def _answer(module: Any, question: Any, plot: Path | None) -> Any:
         answer = module.simulate(question)
         if plot is not None:
             plot.write_text(answer.picture())
-    except (ValueError, OSError, module.SloNotMet) as error:
+    except OSError as error:
+        typer.echo(f"carousel simulate: {_file_sentence(error, question, plot)}", err=True)
+        raise typer.Exit(2) from None
+    except (ValueError, module.SloNotMet) as error:
         typer.echo(f"carousel simulate: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, module.SloNotMet) else 2) from None
     return answer
+
+
+def _file_sentence(error: OSError, question: Any, plot: Path | None) -> str:
+    """Which option's file it is, what is wrong with it, and what it must be."""
+    path = Path(error.filename or "")
+    if path == plot:
+        return f"--plot {path} cannot be written: {(error.strerror or str(error)).lower()}"
+    option, wanted = {
+        question.trace: ("--trace ", "a CSV file with the columns arrival_s,tenant,input_tokens,output_tokens"),
+        question.tiers: ("--tiers ", "a TOML file with tables [tiers.NAME]"),
+    }.get(path, ("", "a file"))
+    if isinstance(error, FileNotFoundError):
+        return f"{option}{path}: there is no such file; it must be {wanted}"
+    return f"{option}{path} cannot be read: {(error.strerror or str(error)).lower()}; it must be {wanted}"
 
 
 def _print(title: str, figures: dict[str, Any]) -> None:

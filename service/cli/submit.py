@@ -14,6 +14,7 @@ from service.cli.connection import with_connection
 from service.cli.running import run
 from service.client import Client
 from service.errors import RequestFailed
+from service.stream import ReplyStream
 
 _SAMPLING = "Sampling"
 _PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatever its load
@@ -23,7 +24,7 @@ _PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatev
 def submit(
     connection: KafkaConnection,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    tier: Annotated[str, typer.Option(help="The lane: interactive, standard or batch.")] = "standard",
+    tier: Annotated[str, typer.Option(help="The lane: interactive, standard, batch, or one of your own.")] = "standard",
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a user's message, put into the model's chat template.")
     ] = False,
@@ -55,6 +56,9 @@ def submit(
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text; repeatable.", rich_help_panel=_SAMPLING)
     ] = None,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="Send an empty prompt: the model begins from nothing.")
+    ] = False,
     lane_prefix: Annotated[str, typer.Option(help="Lanes are PREFIX + tier.")] = DEFAULT_LANE_PREFIX,
     reply_prefix: Annotated[str, typer.Option(help="Reply topics are PREFIX + id.")] = DEFAULT_REPLY_PREFIX,
 ) -> None:
@@ -65,6 +69,10 @@ def submit(
     Example: carousel submit "Why is the sky blue?" --chat --tier interactive --temperature 0 --max-tokens 64
     """
     text = _standard_input() if prompt == "-" else prompt
+    if not text.strip() and not allow_empty:
+        raise typer.BadParameter(
+            "it is empty, and the answer would be about nothing; --allow-empty sends it all the same"
+        )
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
     roles = [("system", system), ("user", text)]
@@ -93,18 +101,39 @@ def _standard_input() -> str:
 
 
 async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:
-    async with client, client.stream(**request) as stream:
-        waiting = asyncio.create_task(_say_that_nobody_has_begun(request["tier"]))
+    async with client:
+        stream = client.stream(**request)
+        try:
+            async with stream:
+                await _print(stream, request["tier"], as_json=as_json)
+        except asyncio.CancelledError:
+            if stream.end is None:
+                typer.echo(f"\n[{_what_ends(stream)}]", err=True)
+            raise
+        if stream.end is not None and (error := stream.end.error) is not None:
+            raise RequestFailed(error.code, error.message, error.retry_after_ms)
+
+
+async def _print(stream: ReplyStream, tier: str, *, as_json: bool) -> None:
+    waiting = asyncio.create_task(_say_that_nobody_has_begun(tier))
+    try:
         async for event in stream:
             waiting.cancel()
             if as_json:
                 typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
             else:
                 _show(event)
-        if not as_json and stream.end is not None and not stream.text:
-            typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
-        if stream.end is not None and (error := stream.end.error) is not None:
-            raise RequestFailed(error.code, error.message, error.retry_after_ms)
+    finally:
+        waiting.cancel()
+    if not as_json and stream.end is not None and not stream.text:
+        typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
+
+
+def _what_ends(stream: ReplyStream) -> str:
+    """A failure to publish the cancel, while the client closes, is a warning of its own after this."""
+    if stream.correlation_id is None:
+        return "stopped before the request was published"
+    return f"cancelling the request {stream.correlation_id}"
 
 
 async def _say_that_nobody_has_begun(tier: str) -> None:

@@ -1,6 +1,8 @@
+import contextlib
 import json
 import shutil
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.model.gguf_files import write_gguf
 from tests.model.plan_driver import PlanDriver
 from tests.model.reference import generate_greedy, token_ids
 from worker.model import fetch
+from worker.model.checkpoint import Checkpoint, find_checkpoint, hub_answers
 from worker.model.errors import ModelError
 from worker.model.kv_cache import KVShape
 from worker.model.loader import LoadedModel, adopt, default_cache_dir, load_model
@@ -291,6 +294,57 @@ def test_a_name_that_is_nothing(monkeypatch):
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as caught:
         load_model("no-such-org/no-such-model")
     assert "`tiny`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("smolm2", "smollm2"), ("SmolLM2", "smollm2"), ("smollm", "smollm2"), ("tinny", "tiny")]
+)
+def test_a_mistyped_name_of_ours(name, meant, monkeypatch):
+    """The one that was meant is named, and nobody asks the hub."""
+    monkeypatch.setattr("worker.model.loader.hub_answers", lambda: pytest.fail("the hub is asked"))
+    with pytest.raises(ModelError, match=f"no model '{name}': did you mean `{meant}`"):
+        load_model(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "distilgpt2", "opt", "some/smolm2"])
+def test_a_name_that_may_be_on_the_hub_is_not_taken_for_a_mistake(name):
+    """Some models there have no owner in their name."""
+    assert find_checkpoint(name) == Checkpoint(name)
+
+
+def _answer(listener: socket.socket, words: bytes) -> None:
+    """Answers one connection so; nothing: it is left open until the caller hangs up."""
+    connection, _ = listener.accept()
+    with connection, contextlib.suppress(OSError):
+        connection.recv(4096)
+        if words:
+            connection.sendall(words)
+        else:
+            connection.recv(4096)
+
+
+@pytest.mark.parametrize("proxy", [False, True])
+@pytest.mark.parametrize(
+    ("words", "can_be_asked"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", False),
+        (b"SSH-2.0\r\n", False),
+        (b"", False),
+    ],
+)
+def test_who_takes_a_connection_is_not_the_hub_yet(words, can_be_asked, proxy, monkeypatch):
+    """A proxy without a way out, or whoever says nothing: found out by one question, not by half a minute of them."""
+    monkeypatch.setattr("worker.model.checkpoint.HUB_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_answer, args=(listener, words))
+        thread.start()
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://hub.invalid" if proxy else address)
+        monkeypatch.setattr("worker.model.checkpoint.getproxies", lambda: {"http": address} if proxy else {})
+        assert hub_answers() == can_be_asked
+        thread.join()
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import End, ErrorInfo
 from service.broker import EmbeddedBroker
 from service.cli import app
+from service.cli.submit import _what_ends
 from service.topics import create_topics
 from tests.service.responder import Reply, Responder
 from worker.cli import command as worker_command
@@ -163,6 +165,9 @@ async def test_submit(responder: Responder) -> None:
     assert [event["event"] for event in events if event["event"] != "tokens"] == ["begin", "end"]
     assert "".join(event.get("text", "") for event in events) == "hi"
     assert responder.replies[1].input.topic.endswith("batch")
+    status, _, stderr = await _run(*_submit(responder, "", "--allow-empty"))
+    assert (status, stderr) == (0, "(no text: finish_reason stop)\n")
+    assert responder.replies[2].fields == {"prompt": ""}
 
 
 @pytest.mark.broker
@@ -187,6 +192,8 @@ async def test_submit_while_no_worker_runs(responder: Responder) -> None:
     [
         (["submit", b"\xff\xfe"], r"carousel: this argument is not UTF-8: '\\udcff\\udcfe'"),
         (["submit", "x", "--tenant", b"a\xff"], r"carousel: this argument is not UTF-8: 'a\\udcff'"),
+        (["submit", ""], "it is empty, .* --allow-empty"),
+        (["submit", " \n", "--chat"], "it is empty, .* --allow-empty"),
         (["submit", "-"], "standard input is not UTF-8: invalid start byte at byte 2"),
         (["submit", "x", "--tier", ""], "carousel: '' cannot name a tier"),
         (["submit", "x", "--tier", "a/b"], "carousel: 'a/b' cannot name a tier"),
@@ -276,6 +283,28 @@ async def test_signal_cancels_submit(responder: Responder, number: signal.Signal
         assert b"Traceback" not in stderr
         while not responder.cancels:
             await asyncio.sleep(0.01)
+        assert stderr == b"\n[cancelling the request " + responder.cancels[0] + b"]\n"
+
+
+@pytest.mark.broker
+async def test_a_time_out_says_that_the_request_is_cancelled(responder: Responder) -> None:
+    """As Ctrl-C does; and it is."""
+
+    async def silent(reply: Reply) -> None:
+        reply.forget()
+
+    responder.script = silent
+    status, _, stderr = await _run(*_submit(responder, "x", "--timeout", "1"))
+    assert (status, stderr) == (1, "carousel: no event for 1 s: the request has been left, and is cancelled\n")
+    async with asyncio.timeout(10):
+        while not responder.cancels:
+            await asyncio.sleep(0.01)
+
+
+def test_a_signal_before_the_request_is_published() -> None:
+    """Nothing was sent, and nothing is to be cancelled."""
+    stream = SimpleNamespace(correlation_id=None)
+    assert _what_ends(stream) == "stopped before the request was published"  # type: ignore[arg-type]
 
 
 @pytest.mark.broker

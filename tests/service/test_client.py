@@ -18,6 +18,7 @@ from service.errors import (
     StreamBroken,
     StreamClosed,
 )
+from service.exchange import lane_missing
 from service.kafka import TopicAdmin
 from tests.service.responder import Reply, Responder
 
@@ -164,9 +165,37 @@ async def test_wrong_requests_are_not_sent(
 
 
 async def test_missing_lane(client: Client) -> None:
-    """A tier without a topic is an error, not a new topic."""
-    with pytest.raises(LaneMissing, match="premium"):
+    """A tier without a topic is an error, not a new topic. It says which there are."""
+    with pytest.raises(LaneMissing, match=r"no lane premium .* There are: batch, interactive, standard\. "):
         await client.complete(prompt="x", tier="premium")
+
+
+@pytest.mark.parametrize(
+    ("lane", "prefix", "topics", "words"),
+    [
+        (
+            "prompts.gold",
+            "prompts.",
+            ["prompts.batch", "prompts.control", "prompts.dlq", "usage"],
+            "There are: batch. ",
+        ),
+        (
+            "prompts.gold",
+            "prompts.",
+            [],
+            "`carousel topics create --tier gold` makes it, and a worker with a table [tier",
+        ),
+        (
+            "m.batch",
+            "m.",
+            ["prompts.batch"],
+            "none with this prefix. `carousel topics create --lane-prefix m.` makes it",
+        ),
+    ],
+)
+def test_a_missing_lane_says_what_makes_it(lane: str, prefix: str, topics: list[str], words: str) -> None:
+    """The lanes that exist, without the topics beside them, and the command for this tier and prefix."""
+    assert words in lane_missing(lane, prefix, topics)
 
 
 async def test_service_error(client: Client, responder: Responder) -> None:

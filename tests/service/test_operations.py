@@ -24,6 +24,7 @@ from schemas.records import Begin, Cancel, End, InputRef, ReplyRecord, Tokens, d
 from service.broker import EmbeddedBroker
 from service.cli import app
 from service.dead_letters import Position
+from service.errors import NotAuthorized
 from service.kafka import TopicAdmin, TopicSpec
 from service.topics import create_topics
 
@@ -183,6 +184,50 @@ def test_cancel_is_published(cluster: Cluster) -> None:
     assert (result.exit_code, result.stdout.count("cancel published")) == (0, 2)
     records = read_lane(cluster, f"{cluster.lane_prefix}control")
     assert [decode_control(r.headers, r.value) for r in records] == [Cancel(b"abc"), Cancel(b"d.e-f")]
+
+
+@pytest.mark.broker
+def test_cancel_says_what_it_found(cluster: Cluster) -> None:
+    """Of each id what its reply log told before; the cancel is published whatever that was."""
+    cluster.write_log("running", begin("w9"), Tokens(0, 0, 0, (5, 6, 7), "abc"))
+    cluster.write_log("ended", begin(), end())
+    cluster.create(f"{cluster.reply_prefix}waiting")
+    cluster.write_log("foreign", begin(), topic=f"{cluster.reply_prefix}broken")
+    ids = ["running", "ended", "waiting", "broken", "nobody's"]
+    unknown = (
+        f"no open request with this id is known: there is no topic {cluster.reply_prefix}nobody's. It has ended, is "
+        "still to come, or its replies go elsewhere"
+    )
+    result = cluster.carousel("cancel", *ids, replies=True)
+    assert result.exit_code == 0
+    words = [
+        "it was running on w9, with 3 tokens",
+        "it had ended before: stop",
+        "no worker has begun it",
+        f"its reply log {cluster.reply_prefix}broken holds what does not belong there",
+        unknown,
+    ]
+    expected = [f"cancel published: {each} (kept 10 min); {found}" for each, found in zip(ids, words, strict=True)]
+    assert result.stdout.splitlines() == expected
+    assert f"{cluster.reply_prefix}nobody's" not in cluster.topics()
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("error", [NotAuthorized("not yours"), TimeoutError()])
+def test_who_may_cancel_need_not_be_able_to_look(
+    cluster: Cluster, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cancel is published, and the output says why nothing is known."""
+
+    async def refuse(_reader: object) -> None:
+        await asyncio.sleep(0.05)  # an answer takes its time; aiokafka 0.14 cannot stop what has not run yet
+        raise error
+
+    monkeypatch.setattr("service.control.TopicReader.topics", refuse)
+    result = cluster.carousel("cancel", "abc")
+    monkeypatch.undo()
+    assert (result.exit_code, len(read_lane(cluster, f"{cluster.lane_prefix}control"))) == (0, 1)
+    assert f"what is known of it could not be read: {str(error) or 'no answer in time'}" in result.stdout
 
 
 @pytest.mark.broker

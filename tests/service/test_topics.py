@@ -1,6 +1,7 @@
 """Creating the topics of a deployment."""
 
 import asyncio
+import logging
 import socket
 import uuid
 from collections.abc import Callable
@@ -8,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
+from aiokafka.errors import UnknownError
 
 from schemas.connection import KafkaConnection
 from schemas.topics import CANCEL_TTL_MS
 from service.broker import EmbeddedBroker
 from service.errors import BrokerUnavailable, TopicsFailed
-from service.kafka import TopicAdmin, TopicSpec, start_producer
+from service.kafka import TopicAdmin, TopicSpec, _without_aiokafkas_complaint, start_producer, stop_producer
 from service.reply_reader import ReplyReader
 from service.topics import create_topics, topic_plan
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
@@ -107,3 +110,17 @@ async def test_t10_creation_waits_for_a_cluster_that_changes() -> None:
     assert await admin.create([TopicSpec("one", replication_factor=1)]) == frozenset()
     with pytest.raises(TopicsFailed, match="InvalidReplicationFactor"):
         await admin.create([TopicSpec("three", replication_factor=3)])
+
+
+@pytest.mark.broker
+async def test_a_broker_without_idempotent_producers_is_worth_no_warning(
+    broker: EmbeddedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every command would say it: neither we nor aiokafka do, whose other complaints are heard as before."""
+    with structlog.testing.capture_logs() as entries:
+        await stop_producer(await start_producer(KafkaConnection(bootstrap=broker.bootstrap)))
+    assert [(entry["event"], entry["log_level"]) for entry in entries] == [("producer_not_idempotent", "info")]
+    assert caplog.records == []
+    with _without_aiokafkas_complaint():
+        logging.getLogger("aiokafka.producer.sender").error("Unexpected error during %s", UnknownError)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]

@@ -18,6 +18,7 @@ from aiokafka.producer.transaction_manager import TransactionManager
 from aiokafka.structs import BrokerMetadata, OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
+from service.broker import EmbeddedBroker
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 
 P0, P1 = TopicPartition("prompts.standard", 0), TopicPartition("prompts.standard", 1)
@@ -108,6 +109,22 @@ async def test_t29_a_broker_that_creates_topics_is_warned_of(made: KafkaConnecti
     with structlog.testing.capture_logs() as logs:
         await made._warn_of_auto_creation()
     assert [entry["event"] for entry in logs] == ["kafka.auto_creates_topics"] * (value == "true")
+
+
+@pytest.mark.broker
+async def test_a_broker_without_idempotent_producers_is_warned_of_once(broker: EmbeddedBroker):
+    """At the worker's start; another producer in place of one that broke is no news."""
+    made = KafkaConnections(
+        KafkaConnection(bootstrap=broker.bootstrap),
+        client_id="t",
+        request_timeout_ms=10_000,
+        session_timeout_ms=6000,
+        rebalance_timeout_ms=60_000,
+    )
+    with structlog.testing.capture_logs() as logs:
+        async with made:
+            await made.replace_producer(made.producer)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["kafka.no_idempotent_producer"]
 
 
 class Cluster:

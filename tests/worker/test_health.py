@@ -145,7 +145,7 @@ def test_a_taken_port_is_a_sentence():
     """It names the flag."""
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(PortUnavailable, match="--metrics-port"),
+        pytest.raises(PortUnavailable, match=r"--metrics-port .* cannot be had: address already in use\. Give another"),
         serving_health(Health(1.0), "127.0.0.1", taken.getsockname()[1]),
     ):
         pass

@@ -252,7 +252,7 @@ def test_the_command_console():
         refused.value.close()
         taken = subprocess.run([*words, str(port)], capture_output=True, text=True, check=False, timeout=60)
         assert taken.returncode == 1
-        assert f"port {port} of 127.0.0.1 cannot be had" in taken.stderr
+        assert f"port {port} of 127.0.0.1 cannot be had: address already in use. Give another --port" in taken.stderr
         viewer = Viewer(port)
         until(lambda: bool(viewer.away))
         assert viewer.away[0].startswith("no worker answers")
@@ -362,7 +362,7 @@ async def test_top_shows_the_same():
         jsonschema.validate(json.loads(result.output), SCHEMA)
     result = await asyncio.to_thread(runner.invoke, app, ["top", "--worker", url, "--once"])
     assert result.exit_code == 1
-    assert f"no worker answers at {url}" in result.output
+    assert f"no worker answers at {url}: nobody listens there; a worker does at its --metrics-port" in result.output
     result = runner.invoke(app, ["top", "--worker", "localhost"])
     assert result.exit_code == 2
 

@@ -5,6 +5,7 @@ import threading
 
 import msgpack
 import pytest
+import structlog
 from pydantic import ValidationError
 
 from schemas.reasons import FinishReason
@@ -67,6 +68,25 @@ async def test_t13_a_cancelled_task_never_counts_as_done():
         assert lost.position == 0
     assert not world.answer("a").ended
     assert world.broker.topics["usage"][0] == []
+
+
+@pytest.mark.parametrize(("second", "num_warnings"), [("fake", 0), ("other", 1)])
+async def test_a_worker_with_another_model_on_the_same_lanes_is_warned_of(second: str, num_warnings: int):
+    """Who resumes what such a worker has begun says so, once, and what to do."""
+    world = World()
+    world.publish("a", max_tokens=60)
+    world.publish("b", max_tokens=60)
+    async with world.worker("w1") as server:
+        await running_until(world, server, "a", 4)
+        await running_until(world, server, "b", 4)
+        world.source.lose()
+        server.drop_lost("standard")
+    with structlog.testing.capture_logs() as entries:
+        async with world.worker("w2", second) as server:
+            await world.serve(server)
+    assert world.answer("a").num_begins == world.answer("b").num_begins == 2
+    warned = [(e["ours"], e["other"]) for e in entries if e["event"] == "lanes.serve_another_model"]
+    assert warned == [("other", "fake")] * num_warnings
 
 
 async def test_t15_a_killed_worker_is_taken_over_in_the_middle():

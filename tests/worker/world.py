@@ -194,7 +194,7 @@ class World:
         self.broker.topics[LANE][0].append(MemoryRecord(b"key", value, [*kind, *named, *headers]))
 
     @contextlib.asynccontextmanager
-    async def worker(self, name: str = "w1"):
+    async def worker(self, name: str = "w1", model: str = "fake"):
         """A worker that serves until the block is left; then it dies without a word."""
         engine_config, settings = self.config, self.settings
         runner = StepRunner(engine_config, VOCAB)
@@ -218,7 +218,7 @@ class World:
                     dlq_topic="prompts.dlq",
                     usage_topic="usage",
                 ),
-                ModelFacts("fake", VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
+                ModelFacts(model, VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
                 engine,
                 gate,
                 MeasuredSink(self.sink, telemetry.metrics),

@@ -1,18 +1,24 @@
 """Where a model's files are, and whether they are whole, before any of them is loaded."""
 
 import json
-import socket
+import ssl
 from dataclasses import dataclass
+from difflib import get_close_matches
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
 from huggingface_hub import constants
 
 from worker.model.errors import ModelError
 
-HUB_S = 3.0  # for a connection to it
+HUB_S = 5.0  # for a connection to it, and again for its first answer
+FIRST_SERVER_ERROR = 500  # of the hub, or of a proxy that does not reach it
+BUILT_IN = ("tiny", "smollm2")  # names that are neither files nor on the hub
+_ALIKE = 0.7  # of difflib: smolm2, SmolLM2 and tinny are mistyped, gpt2 is a name on the hub
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -34,9 +40,15 @@ class Checkpoint:
 def find_checkpoint(name: str) -> Checkpoint:
     """The checkpoint that `name` means: a GGUF file, a folder with one, a folder with safetensors, or a hub name.
 
-    Raises ModelError for a file that does not exist and a folder that holds no model, or several.
+    Raises ModelError for a file that does not exist, a folder that holds no model, or several, and a built-in name that
+    is mistyped.
     """
     path = Path(name)
+    if not path.exists() and "/" not in name and (meant := get_close_matches(name.lower(), BUILT_IN, cutoff=_ALIKE)):
+        raise ModelError(
+            f"there is no model {name!r}: did you mean `{meant[0]}`? (Or a folder, a GGUF file, or a name on the "
+            "Hugging Face hub, which is OWNER/NAME)"
+        )
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"the GGUF file {name} does not exist")
@@ -81,16 +93,26 @@ def check_files(checkpoint: Checkpoint) -> None:
 
 
 def hub_answers() -> bool:
-    """Whether the Hugging Face hub can be asked. Its library would try for half a minute, for a cached model, too."""
+    """Whether the Hugging Face hub can be asked. Its library would try for half a minute, for a cached model, too.
+
+    An address that takes connections is not enough: a proxy, or a network that has no way out, takes them all.
+    """
     address = urlsplit(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE or address.hostname is None:
         return False
-    if address.scheme in getproxies():
-        return True  # it knows
-    port = address.port or {"http": 80}.get(address.scheme, 443)
+    proxies = {} if proxy_bypass(address.hostname) else getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy is not None and proxy.startswith("socks"):
+        return True  # which urllib does not speak: the hub's library finds out
+    # Who answers is for that library to check, with certificates that we need not know of: nothing is told here.
+    anybody = ssl._create_unverified_context()  # noqa: S323
+    opener = build_opener(ProxyHandler({address.scheme: proxy} if proxy else {}), HTTPSHandler(context=anybody))
     try:
-        socket.create_connection((address.hostname, port), timeout=HUB_S).close()
-    except OSError:
+        opener.open(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S).close()  # noqa: S310 - http(s), as set
+    except HTTPError as error:
+        with error:
+            return error.code < FIRST_SERVER_ERROR
+    except (OSError, HTTPException):
         return False
     return True
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.model.attention import AttentionLayer
-from worker.model.checkpoint import check_files, find_checkpoint, hub_answers
+from worker.model.checkpoint import BUILT_IN, check_files, find_checkpoint, hub_answers
 from worker.model.errors import ModelError
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
@@ -175,7 +175,8 @@ def _load_pretrained(
         hub = f"{constants.ENDPOINT} cannot be reached" if options["local_files_only"] else f"the hub said: {error}"
         raise ModelError(
             f"model {name!r} is no folder, and cannot be had from the Hugging Face hub or its local cache. Check the "
-            f"name and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use `tiny` or `smollm2`: {hub}"
+            "name (on the hub it is OWNER/NAME) and the network (with HF_HUB_OFFLINE=1 only the cache is read), or use "
+            f"{' or '.join(f'`{built_in}`' for built_in in BUILT_IN)}: {hub}"
         ) from error
     except Exception as error:
         # The first line says it; what follows may be the names of a hundred models.

@@ -84,9 +84,7 @@ class KafkaConnections:
         except (KafkaConnectionError, TimeoutError) as e:
             await self.admin.close()
             why = await why_unreachable(self._connection)
-            raise KafkaUnavailable(
-                f"no Kafka at {self._bootstrap}: {why} (`carousel broker` starts one for first steps)"
-            ) from e
+            raise KafkaUnavailable(f"no Kafka at {self._bootstrap}: {why}") from e
         except ClusterAuthorizationFailedError as e:  # who may write to one topic may also be idempotent
             await self.admin.close()
             raise KafkaUnavailable(f"this user may write to no topic at {self._bootstrap}") from e
@@ -139,13 +137,13 @@ class KafkaConnections:
                 return producer
             finally:
                 sender_log.disabled = False
-        self.idempotent = False
-        log.warning(
-            "kafka.no_idempotent_producer",
-            bootstrap=self._bootstrap,
-            meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send may "
-            "land twice (readers drop it). Use Apache Kafka for anything that matters",
-        )
+            self.idempotent = False
+            log.warning(
+                "kafka.no_idempotent_producer",
+                bootstrap=self._bootstrap,
+                meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send "
+                "may land twice (readers drop it). Use Apache Kafka for anything that matters",
+            )
         producer = AIOKafkaProducer(**options)
         await producer.start()
         return producer
