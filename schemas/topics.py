@@ -110,6 +110,6 @@ class Tier:
 
 DEFAULT_TIERS: dict[str, Tier] = {
     "interactive": Tier("interactive", default_priority=7, priority_cap=9),
-    "standard": Tier("standard", default_priority=4, priority_cap=6, flush_ms=50.0),
+    "standard": Tier("standard", default_priority=4, priority_cap=6),
     "batch": Tier("batch", default_priority=1, priority_cap=3, flush_ms=100.0),
 }

@@ -42,6 +42,7 @@ from worker.transport.protocols import (
     RequestSource,
 )
 
+MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
 MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
@@ -387,7 +388,7 @@ class RequestServer:
     def _warn_of_another_model(self, seen: ReplyLog) -> None:
         """A set of lanes serves one model (protocol.md 1). No refusal: another name may be that of a copy of ours."""
         first = seen.first_begin.model if seen.first_begin is not None else self._model.name
-        if first == self._model.name or first in self._other_models:
+        if first == self._model.name or first in self._other_models or len(self._other_models) >= MAX_OTHER_MODELS:
             return
         self._other_models.add(first)
         log.warning(
