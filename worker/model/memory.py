@@ -34,7 +34,7 @@ def check_fits(
     parts = {"weights": size.num_weights * dtype.itemsize}
     if limits is not None:
         parts["KV pools"] = _kv_bytes(size, kv_dtype, limits)
-        parts["workspace"] = _workspace_bytes(config.get_text_config(), size, dtype, limits)
+        parts["workspace"] = workspace_bytes(config.get_text_config(), size, dtype, limits)
     free, where = available_ram(), "memory"
     if limits is not None and limits.device_bytes is not None:
         # The host pool of a GPU is sized by what is free. Weights are mapped, or read one after the other.
@@ -55,7 +55,7 @@ def _kv_bytes(size: ModelSize, dtype: torch.dtype, limits: RunnerLimits) -> int:
     return (num_blocks + num_host_blocks) * limits.block_size * (size.kv_numbers_per_token or 0) * dtype.itemsize
 
 
-def _workspace_bytes(config: PreTrainedConfig, size: ModelSize, dtype: torch.dtype, limits: RunnerLimits) -> int:
+def workspace_bytes(config: PreTrainedConfig, size: ModelSize, dtype: torch.dtype, limits: RunnerLimits) -> int:
     """An estimate: a layer's gathered context, the widest activations of a step, and logits in float32 three times."""
     context = getattr(config, "max_position_embeddings", None) or 2048
     gathered = context * (size.kv_numbers_per_token or 0) // config.num_hidden_layers

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kernels.copy_blocks import copy_blocks
 from worker.engine.outputs import CopySeconds, SampledToken, StepOutcome, StepPlan
@@ -65,6 +66,15 @@ class TorchRunner:
     @property
     def cache(self) -> KVCache:
         return self._cache
+
+    @property
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """All KV blocks, the device's and the host's."""
+        return self._cache.blocks, self._host_cache.blocks
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
 
     def execute(self, plan: StepPlan) -> StepOutcome:
         """Runs one step; changes the KV blocks and rows that the plan names, nothing else.
