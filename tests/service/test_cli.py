@@ -301,6 +301,21 @@ async def test_a_time_out_says_that_the_request_is_cancelled(responder: Responde
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.broker
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])
+async def test_an_answer_that_is_not_whole(responder: Responder, reason: FinishReason) -> None:
+    """Ended by somebody else, or by the clock: what came is on stdout, why it ends on stderr, and the status is 1."""
+
+    async def cut_short(reply: Reply) -> None:
+        attempt = await reply.begin()
+        await reply.tokens(attempt, 0, [ord("o"), ord("k")])
+        await reply.end(attempt, 2, reason)
+
+    responder.script = cut_short
+    status, stdout, stderr = await _run(*_submit(responder, "x"))
+    assert (status, stdout, stderr) == (1, "ok\n", f"[the answer is not whole: {reason}]\n")
+
+
 def test_a_signal_before_the_request_is_published() -> None:
     """Nothing was sent, and nothing is to be cancelled."""
     stream = SimpleNamespace(correlation_id=None)
