@@ -216,7 +216,10 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
     if config.weights == "plain":
         return
     tuning = default_cache_dir() / "self-tune.json" if config.self_tune else None
+    report = _progress_log()
+    report("packing the weights for this CPU", 0.0)
     done = prepare_weights(loaded, config.weights, tuning)
+    report("packed, joining the lanes", 1.0)
     log.info(
         "weights.prepared",
         weights=config.weights,

@@ -92,7 +92,7 @@ def test_a_folder_is_loaded(folder):
     assert loaded.eos_token_ids == (5, 258)
     assert loaded.dtype == torch.bfloat16
     assert loaded.tokenizer.encode("hi") == [104, 105]
-    assert reports[-1] == ("ready", 1.0)
+    assert reports[-1] == ("loaded", 1.0)
     assert len([what for what, _ in reports if what == "loading the weights"]) > 10
     assert [share for _, share in reports] == sorted(share for _, share in reports)
 

@@ -99,7 +99,7 @@ def load_model(
         model, tokenizer = _load_pretrained(source, _DTYPES[dtype], cache_dtype, limits, report)
     report("trying it out", _TRYING)
     loaded = replace(adopt(name, model, tokenizer), kv_dtype=cache_dtype)
-    report("ready", 1.0)
+    report("loaded", 1.0)
     return loaded
 
 
