@@ -59,11 +59,11 @@ def _new_provider(service: str, instance: str, environment: Mapping[str, str]) -
     named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
     if not named:
         attributes["service.name"] = service
-    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     try:
+        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
-    except ValueError as e:  # of an OTEL_BSP_* variable
-        log.warning("telemetry.not_tracing", error=str(e), meaning="an OTEL_BSP_* variable has a bad value")
+    except Exception as e:  # of any OTEL_* variable; which errors, each part of the SDK decides for itself
+        log.warning("telemetry.not_tracing", error=str(e) or repr(e), meaning="an OTEL_* variable has a bad value")
         return None
     log.info("telemetry.tracing", endpoint=_endpoint(environment))
     return provider

@@ -35,5 +35,7 @@ class DeadLetterReason(StrEnum):
     REPLY_TO_FORBIDDEN = "reply_to_forbidden"
     REPLY_PARTITION_INVALID = "reply_partition_invalid"
     NO_REPLY_TOPIC = "no_reply_topic"
+    REPLY_UNAUTHORISED = "reply_unauthorised"
+    REPLY_TOO_LARGE = "reply_too_large"  # its reply topic takes not even the smallest answer
     INVALID_REQUEST = "invalid_request"  # its value cannot be decoded
     INTERNAL = "internal"

@@ -29,7 +29,7 @@ _RETRY_S = 0.1
 _DELETED_S = 1.0  # how often topics are looked for that the consumer no longer finds
 # Kafka answers a fetch when there is something, the embedded broker only when this time is over. A fetch that waits
 # also holds up the first one after a change of the assignment.
-_FETCH_MAX_WAIT_MS = 50
+_FETCH_MAX_WAIT_MS = 20
 
 
 class ReplyFeed:

@@ -4,14 +4,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from opentelemetry import context, propagate, trace
+from opentelemetry import context, trace
+from opentelemetry.baggage.propagation import W3CBaggagePropagator
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace import Span, SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest
 
 _tracer = trace.get_tracer("carousel.client")
+# W3C, as the contract has it (protocol.md 2), whatever OTEL_PROPAGATORS says of the application's other traffic.
+_W3C = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
 
 
 class CallTrace:
@@ -24,7 +29,7 @@ class CallTrace:
     def __init__(self, request: PromptRequest, headers: Mapping[str, str] | None) -> None:
         self._request = request
         self._given = dict(headers or {})
-        self._parent = context.get_current() if headers is None else propagate.extract(headers, context.Context())
+        self._parent = context.get_current() if headers is None else _W3C.extract(headers, context.Context())
         self._call: Span | None = None  # while it is recorded
         self._receiving: Span | None = None
 
@@ -76,7 +81,7 @@ class CallTrace:
         if self._receiving is not None:
             self._receiving.set_attribute("llm.attempts", log.num_begins)
             if log.end_trace is not None:
-                written = trace.get_current_span(propagate.extract({"traceparent": log.end_trace}, context.Context()))
+                written = trace.get_current_span(_W3C.extract({"traceparent": log.end_trace}, context.Context()))
                 self._receiving.add_link(written.get_span_context())
         if self._call is not None:
             self._call.set_attributes(_answer(log, ttft))
@@ -117,7 +122,7 @@ class Sending:
 
 def _headers_of(parent: context.Context) -> dict[str, str]:
     headers: dict[str, str] = {}
-    propagate.inject(headers, parent)
+    _W3C.inject(headers, parent)
     return headers
 
 

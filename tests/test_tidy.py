@@ -46,7 +46,7 @@ ONLY_IN = {
     "opentelemetry": ("schemas.exporting", "service.tracing", "worker.app", "worker.telemetry", "worker.tracing"),
     "prometheus_client": ("worker.metrics", "worker.live_metrics"),
     "starlette": ("worker.console", "worker.health_server", "worker.live"),
-    "uvicorn": ("worker.health_server", "worker.console"),
+    "uvicorn": ("worker.health_server",),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
 PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")

@@ -63,6 +63,7 @@ class Call:
     refusal: RequestError | None = None
     must_begin: bool = False  # an `end` without an attempt did not count: end inside one
     num_attempts: int = 0
+    num_too_large: int = 0  # attempts that ended with a record that its reply topic refused for its size
     admitted: Request | None = None  # what admission knows of it, from when it is asked until it is released
     engine_id: str = ""  # of the engine request that runs for it, "" for none
     events: EventStream | None = None  # of the last engine request

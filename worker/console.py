@@ -5,10 +5,10 @@ import signal
 import socket
 from collections.abc import Callable
 
-import uvicorn
 from starlette.applications import Starlette
 
 from schemas.snapshot import fetch_snapshot
+from worker.health_server import new_server
 from worker.live import Feed, live_routes
 
 
@@ -24,9 +24,7 @@ def run_console(url: str, host: str, port: int, on_bound: Callable[[int], None])
 
     on_bound: told of the port that was bound.
     """
-    app = Starlette(routes=live_routes(remote_feed(url)))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
-    app.state.stopping = lambda: server.should_exit
+    server = new_server(Starlette(routes=live_routes(remote_feed(url))))
     received: list[int] = []
 
     def leave(number: int, _frame: object) -> None:

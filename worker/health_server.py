@@ -14,6 +14,8 @@ from starlette.routing import BaseRoute, Route
 
 from worker.health import Health, PortUnavailable
 
+LEAVE_S = 3  # for open streams to end; one whose viewer takes nothing would not
+
 log = structlog.get_logger(__name__)
 
 
@@ -32,10 +34,7 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         reason = (e.strerror or str(e)).partition(" (while")[0].lower()
         words = f"--metrics-port {port} of {host} cannot be had: {reason}. Give another, or 0 for any"
         raise PortUnavailable(words) from e
-    app = health_app(health, more)
-    config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
-    app.state.stopping = lambda: server.should_exit  # uvicorn waits for open streams: they look at this
+    server = new_server(health_app(health, more))
     thread = threading.Thread(target=server.run, args=([listener],), name="health", daemon=True)
     thread.start()
     bound: int = listener.getsockname()[1]
@@ -46,6 +45,16 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         server.should_exit = True
         thread.join(timeout=5)
         listener.close()
+
+
+def new_server(app: Starlette) -> uvicorn.Server:
+    """A server for `app`, whose `state.stopping` tells open streams that they are to end."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=LEAVE_S
+    )
+    server = uvicorn.Server(config)
+    app.state.stopping = lambda: server.should_exit  # uvicorn waits for them
+    return server
 
 
 def health_app(health: Health, more: Sequence[BaseRoute] = ()) -> Starlette:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message, Send
 
 from schemas.snapshot import PERIOD_S, NoSnapshot, Snapshot
 from worker.health import Health
@@ -18,6 +20,7 @@ from worker.snapshots import Snapshots
 
 MAX_VIEWERS = 32
 TAKE_S = 1.0  # for a snapshot; a page that stops turning says why
+SEND_S = 30.0  # for a viewer to take what it was sent, when all buffers are full
 HEAD_S = 10.0  # something is sent at least so often, so that a viewer who left is noticed
 
 
@@ -87,9 +90,22 @@ def live_routes(feed: Feed) -> list[Route]:
         if feed.num_viewers >= MAX_VIEWERS:
             return PlainTextResponse(f"{MAX_VIEWERS} viewers look on already", status_code=503)
         stream = _events(feed, request.app.state.stopping)
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return _ViewerResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     return [Route("/", page), Route("/snapshot", snapshot), Route("/events", events)]
+
+
+class _ViewerResponse(StreamingResponse):
+    """Ends when its viewer takes nothing for SEND_S: a place is for who looks on."""
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        async with contextlib.aclosing(self.body_iterator):  # type: ignore[type-var]  # a generator
+            with contextlib.suppress(TimeoutError):
+                await super().stream_response(send_in_time)
 
 
 async def _events(feed: Feed, stopping: Callable[[], bool]) -> AsyncIterator[bytes]:

@@ -42,6 +42,7 @@ from worker.transport.protocols import (
     RequestSource,
 )
 
+MAX_TOO_LARGE = 3  # records of a request that a shared reply topic refuses, until its answer is
 MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
 MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
@@ -109,7 +110,7 @@ class RequestServer:
             self._start_burying(delivery, e.reason, str(e))
         except Exception as e:
             log.exception("request.not_taken_in", input=delivery.source.to_fields())
-            self._start_burying(delivery, "internal", repr(e))
+            self._start_burying(delivery, DeadLetterReason.INTERNAL, repr(e))
 
     def _take_in(self, delivery: Delivery) -> None:
         address = read_reply_address(
@@ -215,6 +216,10 @@ class RequestServer:
         call.must_begin = not call.single_end
         try:
             return await self._settle(call)
+        except RecordTooLarge as e:
+            message = f"the reply topic {call.address.topic} takes not even an error: {e}"
+            await self._side.bury(call.delivery, call.trace, DeadLetterReason.REPLY_TOO_LARGE, message)
+            return Outcome.DEAD_LETTER
         except Exception:
             log.exception("request.not_answered", input=call.delivery.source.to_fields())
             return Outcome.DEAD_LETTER
@@ -229,7 +234,7 @@ class RequestServer:
             outcome = Outcome.UNDELIVERABLE
         except ReplyUnauthorised as e:
             message = f"this worker may not use the reply topic {e}"
-            await self._side.bury(call.delivery, call.trace, "reply_unauthorised", message)
+            await self._side.bury(call.delivery, call.trace, DeadLetterReason.REPLY_UNAUTHORISED, message)
             return Outcome.DEAD_LETTER
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
@@ -279,7 +284,7 @@ class RequestServer:
                 return Outcome.LOST
             else:
                 call.num_attempts += 1
-                verdict = await self._attempt(call)
+                verdict = await self._try(call)
             if verdict is Verdict.DONE:
                 ours = call.ended_by is None or call.ended_by == call.delivery.source
                 return Outcome.ANSWERED if ours else Outcome.DUPLICATE
@@ -290,6 +295,16 @@ class RequestServer:
             if not self._sources[call.delivery.lane].owns(call.delivery):
                 return Outcome.LOST
             await asyncio.sleep(AGAIN_S)
+
+    async def _try(self, call: Call) -> Verdict:
+        """An attempt. On a log that others write to a record may be refused for what it travelled with: once more."""
+        try:
+            return await self._attempt(call)
+        except RecordTooLarge:
+            call.num_too_large += 1
+            if call.address.per_request or call.num_too_large >= MAX_TOO_LARGE:
+                raise
+            return Verdict.AGAIN
 
     # Admission
 

@@ -46,10 +46,21 @@ def test_another_protocol_is_told() -> None:
     assert "http/protobuf" in lines[0]["meaning"]
 
 
-@pytest.mark.parametrize("variable", ["OTEL_BSP_SCHEDULE_DELAY", "OTEL_BSP_MAX_QUEUE_SIZE"])
-def test_a_bad_variable_turns_tracing_off_and_says_so(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_BSP_SCHEDULE_DELAY", "-1"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "abc"),
+        ("OTEL_LINK_ATTRIBUTE_COUNT_LIMIT", "-1"),
+        ("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "nobody"),
+    ],
+)
+def test_a_bad_variable_turns_tracing_off_and_says_so(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker does not fail to start for its traces."""
-    monkeypatch.setenv(variable, "-1")
+    monkeypatch.setenv(variable, value)
     with capture_logs() as lines:
         assert Exporting("carousel-worker", "w", BASE).tracer is None
     assert (lines[0]["event"], lines[0]["log_level"]) == ("telemetry.not_tracing", "warning")

@@ -1,5 +1,9 @@
 """The client's spans, as docs/metrics.md lists them, and the headers that its requests carry."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -120,3 +124,19 @@ async def test_a_failed_call_says_so(client: Client, responder: Responder, spans
         assert span.status.status_code is StatusCode.ERROR
         assert span.attributes["error.type"] == "TimeoutError"
     assert "error.type" not in send.attributes
+
+
+def test_propagators_of_the_application_are_not_ours() -> None:
+    """The contract says which headers travel: a name that nobody knows does no harm, and another format does not
+    replace `traceparent`."""
+    code = (
+        "from opentelemetry import context, trace\n"
+        "from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags\n"
+        "from service.tracing import _headers_of\n"
+        "span = NonRecordingSpan(SpanContext(1, 2, False, TraceFlags(1)))\n"
+        "print(sorted(_headers_of(trace.set_span_in_context(span, context.Context()))))"
+    )
+    for name in ("nobody", "b3"):
+        environment = os.environ | {"OTEL_PROPAGATORS": name}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "['traceparent']\n"), done.stderr

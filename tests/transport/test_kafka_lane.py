@@ -1,6 +1,7 @@
 """A lane through re-balances, failing commits and broken fetches; `t00` in a name: a row of research/queue.md 3.4."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from aiokafka.errors import CommitFailedError, KafkaConnectionError, KafkaError, RequestTimedOutError
@@ -8,6 +9,7 @@ from aiokafka.structs import OffsetAndMetadata
 
 from tests.transport.lanes import P0, P1, Bench, FakeConsumer, running
 from worker.transport.kafka_connections import KafkaUnavailable
+from worker.transport.kafka_lane import _num_bytes
 
 
 async def test_t26_only_the_contiguous_prefix_is_committed():
@@ -165,6 +167,13 @@ async def test_t25_bytes_are_bounded_too():
             assert bench.lane.num_outstanding <= 3
             bench.done(done)
         assert bench.offsets == list(range(12))
+
+
+def test_t25_all_of_a_record_counts():
+    """Key and headers are held in memory as its value is."""
+    headers = [("name", b"12"), ("none", None)]
+    assert _num_bytes(SimpleNamespace(key=b"k" * 100, value=b"v" * 10, headers=headers)) == 120  # type: ignore[arg-type]
+    assert _num_bytes(SimpleNamespace(key=None, value=None, headers=[])) == 0  # type: ignore[arg-type]
 
 
 async def test_t17_a_partition_that_comes_back_keeps_what_runs():

@@ -5,7 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber, TopicAuthorizationFailedError
+from aiokafka.errors import (
+    KafkaError,
+    MessageSizeTooLargeError,
+    OutOfOrderSequenceNumber,
+    RecordListTooLargeError,
+    TopicAuthorizationFailedError,
+)
 
 from schemas.codec import ContentType
 from schemas.headers import ReplyAddress
@@ -29,6 +35,7 @@ class FakeConnections:
         self.topics = {"replies.a", "replies.b", "prompts.dlq"}
         self.known: set[str] = set()  # topics of which the producer asks for metadata
         self.sends: list[tuple[str, asyncio.Future[Any]]] = []
+        self.sent: list[dict[str, Any]] = []
         self.num_producers = 0
         self.replace_producer_now()
 
@@ -37,7 +44,8 @@ class FakeConnections:
         task = asyncio.get_running_loop().create_future()
         self.producer = SimpleNamespace(send_and_wait=self._send, sender_task=task)
 
-    async def _send(self, topic: str, value: bytes, **_: object) -> Any:
+    async def _send(self, topic: str, value: bytes, **others: object) -> Any:
+        self.sent.append({"value": value} | others)
         acknowledged = asyncio.get_running_loop().create_future()
         self.sends.append((topic, acknowledged))
         return await acknowledged
@@ -181,6 +189,38 @@ async def test_t19_a_record_too_large_is_not_sent(connections: FakeConnections, 
         await asyncio.sleep(0)
     connections.acknowledge()
     assert await publishing
+
+
+@pytest.mark.parametrize("headers", [[("h", b"x" * 20_000)], [("ü" * 9_000, b"")], [("h", b"x")] * 5_000])
+async def test_t19_a_dead_letter_of_large_headers_is_cut(
+    connections: FakeConnections, replies: KafkaReplies, headers: list[tuple[str, bytes]]
+):
+    """One that is huge, or many: what we added ourselves stays, and the record fits."""
+    ours = [(f"dlq_{i}", b"why") for i in range(8)]
+    publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k" * 20_000, b"body", [*headers, *ours]))
+    while not connections.sends:
+        await asyncio.sleep(0)
+    sent = connections.sent[-1]
+    assert sent["headers"][-8:] == ours
+    assert len(sent["value"]) + sum(len(n.encode()) + len(v) for n, v in sent["headers"]) < 10_000
+    connections.acknowledge()
+    assert await publishing
+
+
+@pytest.mark.parametrize("error", [MessageSizeTooLargeError, RecordListTooLargeError])
+async def test_a_topic_that_refuses_a_size_is_told(
+    connections: FakeConnections, replies: KafkaReplies, error: type[KafkaError]
+):
+    """Its caller has made it with a limit of its own: trying the same again cannot help. A DLQ's may be lifted."""
+    task = await sending(connections, replies, address())
+    connections.sends[-1][1].set_exception(error())
+    with pytest.raises(RecordTooLarge, match="refused"):
+        await task
+    publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k", b"x", []))
+    while len(connections.sends) < 2:
+        await asyncio.sleep(0)
+    connections.sends[-1][1].set_exception(error())
+    assert not await publishing
 
 
 async def test_a_reply_topic_that_the_worker_may_not_use(connections: FakeConnections, replies: KafkaReplies):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from starlette.types import Message
 from typer.testing import CliRunner
 
 from schemas.reasons import FinishReason
@@ -25,6 +26,7 @@ from service.cli.top import picture
 from tests.engine.builders import Engine, make_request
 from tests.worker.showing import Lane, Showing, Viewer
 from tests.worker.test_health import until
+from worker import live
 from worker.console import remote_feed, run_console
 from worker.engine.block_pool import BlockState
 from worker.health import Health
@@ -222,6 +224,22 @@ async def test_viewers_have_a_bound():
         refused.value.close()
     for viewer in looking:
         await asyncio.to_thread(viewer.join)
+
+
+async def test_a_viewer_who_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch):
+    """Its connection is open and all buffers are full; the others look on."""
+    monkeypatch.setattr(live, "SEND_S", 0.2)
+    feed, sent = Feed(lambda: asyncio.sleep(0, b"{}")), []
+
+    async def full_after_two(message: Message) -> None:
+        sent.append(message)
+        if len(sent) > 2:
+            await asyncio.sleep(60)
+
+    async with asyncio.timeout(10):
+        await live._ViewerResponse(live._events(feed, lambda: False)).stream_response(full_after_two)
+    assert feed.num_viewers == 0
+    assert len(sent) == 3
 
 
 async def test_a_console_reads_a_worker():

@@ -3,16 +3,17 @@
 import asyncio
 import json
 import random
+from collections.abc import Callable
 
 import msgpack
 import pytest
 
 from schemas.headers import ReplyAddress
-from schemas.reasons import FinishReason
-from schemas.records import Begin, Cancel, End, Tokens
+from schemas.reasons import ErrorCode, FinishReason
+from schemas.records import Begin, Cancel, End, ReplyRecord, Tokens
 from tests.worker.world import LANE, World
 from worker.transport.memory import Fate, MemoryRecord, MemorySink
-from worker.transport.protocols import ReplyUnauthorised
+from worker.transport.protocols import RecordTooLarge, ReplyUnauthorised
 
 
 async def answered(world: World, request_id: str = "a", **body: object):
@@ -151,6 +152,65 @@ async def test_a_reply_topic_that_may_not_be_used_is_buried(monkeypatch: pytest.
     assert dict(buried.headers)["dlq_reason"] == b"reply_unauthorised"
     assert world.source.tracker.position == 2
     assert world.answer("b").ended
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, topic: str, fits: Callable[[ReplyRecord, int], bool]) -> list[ReplyRecord]:
+    """A topic takes only what `fits`, given how many records it has been asked to take. Returns what was asked."""
+    send, asked = MemorySink.send, []
+
+    async def limited(self: MemorySink, address: ReplyAddress, record: ReplyRecord, trace: str | None = None):
+        if address.topic == topic:
+            asked.append(record)
+            if not fits(record, len(asked)):
+                raise RecordTooLarge("a record was refused")
+        return await send(self, address, record, trace)
+
+    monkeypatch.setattr(MemorySink, "send", limited)
+    return asked
+
+
+async def test_a_reply_topic_that_takes_nothing_sends_its_request_to_the_dlq(monkeypatch: pytest.MonkeyPatch):
+    """Its caller has made it with a tiny max.message.bytes: two tries, one of them an error; nobody else notices."""
+    world = World()
+    asked = limit(monkeypatch, "replies.a", lambda _record, _number: False)
+    world.publish("a")
+    world.publish("b")
+    async with world.worker() as server:
+        await world.serve(server)
+    (buried,) = world.broker.topics["prompts.dlq"][0]
+    assert dict(buried.headers)["dlq_reason"] == b"reply_too_large"
+    assert len(asked) == 2
+    assert world.source.tracker.position == 2
+    assert world.answer("b").ended
+
+
+async def test_an_answer_that_its_topic_refuses_ends_with_an_error(monkeypatch: pytest.MonkeyPatch):
+    """It is generated once, not again and again; the error is small enough."""
+    world = World()
+    limit(monkeypatch, "replies.a", lambda record, _: not (isinstance(record, End) and record.choices))
+    world.publish("a", stream=False)
+    async with world.worker() as server:
+        await world.serve(server)
+    answer = world.answer("a")
+    assert answer.end.error.code == ErrorCode.INVALID_REQUEST
+    assert answer.num_begins == 2
+    assert "prompts.dlq" not in world.broker.topics or world.broker.topics["prompts.dlq"][0] == []
+    assert world.source.tracker.position == 1
+
+
+@pytest.mark.parametrize(("refused", "code"), [(2, None), (3, ErrorCode.INVALID_REQUEST)])
+async def test_on_a_shared_topic_a_record_may_have_travelled_with_others(
+    monkeypatch: pytest.MonkeyPatch, refused: int, code: ErrorCode | None
+):
+    """They were too large together: it is tried again, so often, and then answered with an error."""
+    world = World()
+    world.broker.create("replies.shared")
+    limit(monkeypatch, "replies.shared", lambda _record, number: number > refused)
+    world.publish("a", topic=False, headers=[("reply_to", b"replies.shared")])
+    async with world.worker() as server:
+        await world.serve(server)
+    *_, (_, end) = world.records("replies.shared")
+    assert (end.error and end.error.code) == code
 
 
 async def test_no_reply_topic_and_no_default_is_buried():

@@ -216,7 +216,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             if self._draining or self._is_full(tracker):
                 self._seek(partition, tracker.expected)
                 return
-            seen = tracker.see(record.offset, len(record.value or b""))
+            seen = tracker.see(record.offset, _num_bytes(record))
             if seen is Seen.HOLE:
                 self._seek(partition, tracker.expected)
                 return
@@ -350,6 +350,12 @@ async def _first_of(*events: asyncio.Event, timeout: float | None = None) -> Non
     finally:
         for wait in waits:
             wait.cancel()
+
+
+def _num_bytes(record: ConsumerRecord[Any, Any]) -> int:
+    """What a record holds in memory: anything of it may be what is large."""
+    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    return len(record.key or b"") + len(record.value or b"") + headers
 
 
 def _partition(delivery: Delivery) -> TopicPartition:

@@ -11,7 +11,9 @@ from aiokafka import TopicPartition
 from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
+    MessageSizeTooLargeError,
     OutOfOrderSequenceNumber,
+    RecordListTooLargeError,
     TopicAuthorizationFailedError,
 )
 from aiokafka.partitioner import murmur2
@@ -29,6 +31,7 @@ READ_POLL_MS = 100
 EXISTS_EVERY_S = 1.0  # a consumer of a deleted topic is silent for ever, so a reader that gets nothing asks
 MAX_READERS = 8
 RETRY_S = 0.5
+OWN_HEADERS = 16  # that a dead letter has at least when its headers are cut: all of ours
 PENDING_S = 2.0  # a send that takes longer is asked about
 
 log = structlog.get_logger(__name__)
@@ -117,16 +120,19 @@ class KafkaReplies:
                     task.cancel()  # nothing, where it has ended by itself
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
+        if _size(key, b"", headers) > self._max_record_bytes:
+            key, headers = None, _cut(headers, self._max_record_bytes // 2)
         room = self._max_record_bytes - _size(key, b"", headers)
         if value is not None and len(value) > room:
             headers = [*headers, ("truncated_from", str(len(value)).encode())]
             value = value[: max(0, room - 64)]
         if key is None and value is None:
             value = b""  # aiokafka writes no record without both
-        if room < 0:  # headers alone are too much: what we added ourselves is small and comes last
-            headers, key = headers[-16:], None
         try:
             return await self._append(topic, None, key, value, headers) is not None
+        except RecordTooLarge as e:  # this topic's limit is below ours: an operator may lift it
+            log.warning("replies.publish_too_large", topic=topic, error=str(e))
+            return False
         except ReplyUnauthorised as e:
             log.warning("replies.publish_unauthorised", topic=topic, error=str(e))
             return False
@@ -148,6 +154,10 @@ class KafkaReplies:
             if topic in self._gone:
                 raise ReplyTopicGone(topic) from e
             log.info("replies.send_failed", topic=topic, error=repr(e))
+            if isinstance(e, MessageSizeTooLargeError | RecordListTooLargeError):
+                # Its caller has made the topic, with a limit of its own. The gap that is left in the producer's
+                # sequence shows with the next record, if there is one.
+                raise RecordTooLarge(f"a record of {len(value or b'')} bytes was refused") from e
             # After a record that the broker refused for good, an idempotent producer has a gap in its sequence and
             # can write nothing more to that partition.
             if isinstance(e, OutOfOrderSequenceNumber) or has_died(producer):
@@ -265,9 +275,16 @@ class KafkaReplies:
             await reader.stop()
 
 
+def _cut(headers: Headers, num_bytes: int) -> list[tuple[str, bytes]]:
+    """The last ones, which we added ourselves, with names and values cut so that all fit into `num_bytes`."""
+    kept = list(headers[-OWN_HEADERS:])
+    each = num_bytes // (8 * len(kept))  # a character of a name has up to four bytes
+    return [(name[:each], value and value[:each]) for name, value in kept]
+
+
 def _size(key: bytes | None, value: bytes, headers: Headers) -> int:
     """Bytes of a record, and a little more, as the broker counts them."""
-    return len(key or b"") + len(value) + sum(len(n) + len(v or b"") + 8 for n, v in headers) + 128
+    return len(key or b"") + len(value) + sum(len(n.encode()) + len(v or b"") + 8 for n, v in headers) + 128
 
 
 def _partition(address: ReplyAddress, count: int) -> int:

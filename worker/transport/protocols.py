@@ -45,7 +45,7 @@ class ReplyUnauthorised(Exception):
 
 
 class RecordTooLarge(Exception):
-    """The broker takes no record of this size. Sending it again cannot help; nothing was sent."""
+    """The broker, or this topic, takes no record of this size. Sending it again cannot help; nothing has landed."""
 
 
 class ReplySink(Protocol):
