@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from bench.machine import OtherLoad
-from schemas.snapshot import PERIOD_S, Snapshot
+from schemas.snapshot import Snapshot
 from worker import model as _model  # noqa: F401  before worker.start: it makes settings for torch
 from worker.app import MonotonicClock
 from worker.config import WorkerConfig
@@ -32,7 +32,7 @@ from worker.engine.outputs import SamplingParams
 from worker.engine.request import Request
 from worker.health import Health
 from worker.health_server import serving_health
-from worker.live import Feed, live_routes, worker_feed
+from worker.live import SHARE, Feed, live_routes, worker_feed
 from worker.loop import EngineLoop
 from worker.snapshots import Snapshots
 from worker.start import build
@@ -166,7 +166,7 @@ async def measure(arguments: argparse.Namespace) -> None:
     print(f"{arguments.viewers} viewers: {more:+.2%} CPU seconds a step (median of {len(ratios)}); goal: at most +1 %")
     each = page / taken
     print(f"the page's part of all CPU seconds: {part:.2%}")
-    print(f"a snapshot, with all its viewers: {each * 1e3:.2f} ms of CPU; at most {each / PERIOD_S:.2%} of a core")
+    print(f"a snapshot, with all its viewers: {each * 1e3:.2f} ms of CPU; paced at {SHARE:.1%} of a core")
     print(f"{bench.num_steps} steps; other programs used {other.cores():.2f} cores")
 
 

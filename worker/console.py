@@ -15,7 +15,10 @@ from worker.live import Feed, live_routes
 def remote_feed(url: str) -> Feed:
     """The snapshots of the worker whose metrics port is at `url`."""
 
-    return Feed(lambda: asyncio.to_thread(fetch_snapshot, url))
+    async def take() -> tuple[bytes, float]:
+        return await asyncio.to_thread(fetch_snapshot, url), 0.0  # it is the worker that paces
+
+    return Feed(take)
 
 
 def run_console(url: str, host: str, port: int, on_bound: Callable[[int], None]) -> int:

@@ -19,55 +19,71 @@ from worker.health import Health
 from worker.snapshots import Snapshots
 
 MAX_VIEWERS = 32
+SHARE = 0.008  # of a core, for snapshots and all who look on: the worker has better things to do
+MAX_PERIOD_S = 1.0  # a page that is slower is no live page
 TAKE_S = 1.0  # for a snapshot; a page that stops turning says why
 SEND_S = 30.0  # for a viewer to take what it was sent, when all buffers are full
 HEAD_S = 10.0  # something is sent at least so often, so that a viewer who left is noticed
 
 
 class Feed:
-    """Snapshots as JSON, at most one in PERIOD_S, whoever asks. Belongs to one event loop.
+    """Snapshots as JSON, at most one in PERIOD_S, whoever asks; fewer where they cost more than SHARE of a core.
 
-    take: gets the next one, or raises NoSnapshot.
+    Belongs to one event loop.
+
+    take: gets the next one and the CPU seconds that another thread spent on it, or raises NoSnapshot.
     """
 
-    def __init__(self, take: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, take: Callable[[], Awaitable[tuple[bytes, float]]]) -> None:
         self._take = take
         self._lock = asyncio.Lock()
         self._latest = b""
         self._taken_at = float("-inf")
+        self._cpu_at: float | None = None  # of the thread that asks, which encodes and sends
+        self._period = PERIOD_S
         self._reason: str | None = None
         self.num_viewers = 0
 
     async def latest(self) -> bytes:
-        """The last one, not older than PERIOD_S. Raises NoSnapshot."""
+        """The last one, not older than the period. Raises NoSnapshot."""
         async with self._lock:
-            if time.monotonic() - self._taken_at >= PERIOD_S:
+            if time.monotonic() - self._taken_at >= self._period:
+                elsewhere = 0.0
                 try:
-                    self._latest, self._reason = await self._take(), None
+                    (self._latest, elsewhere), self._reason = await self._take(), None
                 except NoSnapshot as away:
                     self._reason = str(away)
                 self._taken_at = time.monotonic()
+                self._pace(elsewhere)
             if self._reason is not None:
                 raise NoSnapshot(self._reason)
             return self._latest
+
+    def _pace(self, elsewhere: float) -> None:
+        """`elsewhere`: CPU seconds of the last snapshot on another thread; on this one, all since the one before it."""
+        cpu = time.thread_time()
+        here = 0.0 if self._cpu_at is None else cpu - self._cpu_at
+        spent, self._cpu_at = elsewhere + here, cpu
+        self._period = min(MAX_PERIOD_S, max(PERIOD_S, spent / SHARE))
 
 
 def worker_feed(snapshots: Snapshots, health: Health, loop: asyncio.AbstractEventLoop) -> Feed:
     """A feed for the thread that serves: snapshots are taken on `loop`, the worker's, and encoded here."""
 
-    async def take_there() -> Snapshot | None:
-        return snapshots.take()
+    async def take_there() -> tuple[Snapshot | None, float]:
+        began = time.thread_time()
+        return snapshots.take(), time.thread_time() - began
 
-    async def take() -> bytes:
+    async def take() -> tuple[bytes, float]:
         if health.engine is None:
             raise NoSnapshot("; ".join(health.not_ready()))
         taking = asyncio.run_coroutine_threadsafe(take_there(), loop)
         try:
-            snapshot = await asyncio.wait_for(asyncio.wrap_future(taking), TAKE_S)
+            snapshot, seconds = await asyncio.wait_for(asyncio.wrap_future(taking), TAKE_S)
         except TimeoutError:
             raise NoSnapshot("the worker's event loop is held up") from None
         assert snapshot is not None, "an engine does not go away"
-        return snapshot.encode()
+        return snapshot.encode(), seconds
 
     return Feed(take)
 

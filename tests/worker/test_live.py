@@ -136,6 +136,21 @@ async def test_three_viewers_cost_one_snapshot_at_a_time():
         assert viewer.ended
 
 
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0.0021, 0.25, 0.31), (0.004, 0.5, 0.55), (1.0, 1.0, 1.0)])
+async def test_snapshots_that_cost_much_are_fewer(
+    seconds: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+):
+    """What they take of a core is bounded, but for a page that would stand still."""
+    cpu = iter([10.0, 10.0003])
+    monkeypatch.setattr(live.time, "thread_time", lambda: next(cpu))
+    feed = Feed(lambda: asyncio.sleep(0, (b"{}", seconds)))
+    assert await feed.latest() == b"{}"
+    assert least <= feed._period <= most
+    feed._taken_at = 0.0
+    assert await feed.latest() == b"{}"
+    assert least < feed._period <= most or least == feed._period == 1.0
+
+
 async def test_whoever_sits_keeps_the_place():
     """From one snapshot to the next a sequence stays where it is, and a newcomer takes a place that came free."""
     async with Showing(seats=8, blocks=256).running() as show:
@@ -229,7 +244,7 @@ async def test_viewers_have_a_bound():
 async def test_a_viewer_who_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch):
     """Its connection is open and all buffers are full; the others look on."""
     monkeypatch.setattr(live, "SEND_S", 0.2)
-    feed, sent = Feed(lambda: asyncio.sleep(0, b"{}")), []
+    feed, sent = Feed(lambda: asyncio.sleep(0, (b"{}", 0.0))), []
 
     async def full_after_two(message: Message) -> None:
         sent.append(message)
