@@ -14,6 +14,9 @@ from typing import Any
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
+_given: set[int] = set()  # ports, by `free_port`
+
+
 class Missing(Exception):
     """The message says what is missing and where it was looked for."""
 
@@ -36,19 +39,22 @@ def kafka_cluster() -> ModuleType:
 
 
 def free_port() -> int:
-    """A port that no outgoing connection gets by chance: a broker that restarts must find it free.
+    """A port that no outgoing connection gets by chance, another at each call.
 
-    A client that tries a port of the ephemeral range while nobody listens may even connect to itself there.
+    A broker that restarts must find it free. A client that tries a port of the ephemeral range while nobody listens may even connect to itself there.
     """
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
     highest = int(ephemeral.read_text().split()[0]) if ephemeral.exists() else 32_768
     while True:
         port = random.SystemRandom().randrange(10_000, highest)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _given.add(port)
         return port
 
 

@@ -50,7 +50,8 @@ async def _try(connection: KafkaConnection, host: str, port: int) -> str | None:
         return await _sentence(error, connection, host, port)
     finally:
         if opened is not None:
-            opened.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(opened.close(), TRY_S)
     return None
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.beside import free_port
 from schemas.errors import RequestError
 from service.client import Client
 from service.errors import ServiceError
 from tests import others
 from tests.deploy.stack import ROOT
 from tests.deploy.test_dashboards import RULES, dashboard_expressions, filled_in
-from tests.e2e.test_telemetry import free_port, port_of, usage_records, wait_for
+from tests.e2e.test_telemetry import port_of, usage_records, wait_for
 from tests.e2e.workers import Producer, WorkerProcess, producing
 
 LOAD_S = 60

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from bench.beside import Missing, tool
+from bench.beside import Missing, free_port, tool
 from carousel import Client, Tokens
 from tests import others
 from tests.deploy.stack import ROOT
@@ -41,10 +40,7 @@ class Stack:
         plugins = folder / "config/cli-plugins"
         plugins.mkdir(parents=True)
         (plugins / "docker-compose").symlink_to(tool("docker-compose"))
-        free = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
-        self.ports = {name: each.getsockname()[1] for name, each in zip(PORTS, free, strict=True)}
-        for each in free:
-            each.close()
+        self.ports = {name: free_port() for name in PORTS}
         self.environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),

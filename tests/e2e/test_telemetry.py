@@ -4,7 +4,6 @@ nobody listens."""
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -22,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as classic_families
 
-from bench.beside import Missing, tool
+from bench.beside import Missing, free_port, tool
 from schemas.codec import ContentType, decode_map
 from schemas.records import Begin, Tokens
 from service import tracing
@@ -153,11 +152,6 @@ async def wait_for(condition: Callable[[], Any], limit: float = 60) -> Any:
         assert time.monotonic() < end, f"not within {limit} s: {condition}"
         await asyncio.sleep(0.05)
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.mark.broker
