@@ -41,7 +41,8 @@ def kafka_cluster() -> ModuleType:
 def free_port() -> int:
     """A port that no outgoing connection gets by chance, another at each call.
 
-    A broker that restarts must find it free. A client that tries a port of the ephemeral range while nobody listens may even connect to itself there.
+    A broker that restarts must find it free. A client that tries a port of the ephemeral range while nobody listens may
+    even connect to itself there.
     """
     ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
     highest = int(ephemeral.read_text().split()[0]) if ephemeral.exists() else 32_768
