@@ -207,6 +207,23 @@ async def test_t19_a_dead_letter_of_large_headers_is_cut(
     assert await publishing
 
 
+async def test_t19_a_dead_letter_of_a_large_key_has_none(connections: FakeConnections, replies: KafkaReplies):
+    """Its headers and its value stay, whatever they are."""
+    for headers in ([], [("h", b"x")]):
+        publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k" * 20_000, b"body", headers))
+        count = len(connections.sends)
+        while len(connections.sends) == count:
+            await asyncio.sleep(0)
+        assert connections.sent[-1] | {"partition": None} == {
+            "value": b"body",
+            "key": None,
+            "partition": None,
+            "headers": headers,
+        }
+        connections.acknowledge()
+        assert await publishing
+
+
 @pytest.mark.parametrize("error", [MessageSizeTooLargeError, RecordListTooLargeError])
 async def test_a_topic_that_refuses_a_size_is_told(
     connections: FakeConnections, replies: KafkaReplies, error: type[KafkaError]

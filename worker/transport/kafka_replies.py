@@ -121,7 +121,9 @@ class KafkaReplies:
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
         if _size(key, b"", headers) > self._max_record_bytes:
-            key, headers = None, _cut(headers, self._max_record_bytes // 2)
+            key = None
+        if _size(key, b"", headers) > self._max_record_bytes:
+            headers = _cut(headers, self._max_record_bytes // 2)
         room = self._max_record_bytes - _size(key, b"", headers)
         if value is not None and len(value) > room:
             headers = [*headers, ("truncated_from", str(len(value)).encode())]
