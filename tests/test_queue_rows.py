@@ -71,6 +71,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "T19": (
         "transport/test_kafka_replies.py::test_t19_a_record_too_large_is_not_sent",
+        "transport/test_kafka_replies.py::test_t19_a_dead_letter_of_large_headers_is_cut",
+        "transport/test_kafka_replies.py::test_t19_a_dead_letter_of_a_large_key_has_none",
         "e2e/test_poison.py::test_poison_disturbs_nobody",
     ),
     "T20": (
@@ -94,6 +96,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "T25": (
         "transport/test_kafka_lane.py::test_t25_pauses_are_applied_again_after_a_rebalance",
         "transport/test_kafka_lane.py::test_t25_bytes_are_bounded_too",
+        "transport/test_kafka_lane.py::test_t25_all_of_a_record_counts",
     ),
     "T26": ("transport/test_kafka_lane.py::test_t26_only_the_contiguous_prefix_is_committed",),
     "T27": ("transport/test_kafka_lane.py::test_t27_commit_of_a_lost_partition",),

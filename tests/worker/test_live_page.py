@@ -41,7 +41,7 @@ async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, d
         page.screenshot(tmp_path / f"live-{width}.png")
         assert page.value("document.querySelectorAll('#turning g').length") == 256
         assert page.value("document.querySelectorAll('#turning .taken').length") == 256
-        assert page.value("document.querySelector('#turning').style.transform") != before
+        page.until(f"document.querySelector('#turning').style.transform !== '{before}'", "it turns")
         assert page.value("document.querySelector('#state').textContent") == "ready"
         assert " gave a seat to " in page.value("document.querySelector('#preempted li').textContent")
         assert page.value("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
