@@ -12,8 +12,6 @@ from types import ModuleType
 from typing import Any
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
-
-
 _given: set[int] = set()  # ports, by `free_port`
 
 

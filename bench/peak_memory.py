@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -23,17 +23,8 @@ app = typer.Typer(add_completion=False)
 FACTOR = 1.3  # of the weights, which are packed layer by layer beside what they are packed from
 
 
-def resident() -> int:
-    """Bytes of this process in memory, mapped files included."""
-    return _status("VmRSS")
-
-
-def _highest() -> int:
-    """The most that was resident since `_forget`."""
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
+def _resident(name: str) -> int:
+    """Bytes of this process in memory, mapped files included: VmRSS now, VmHWM the most since `_forget`."""
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
@@ -44,8 +35,6 @@ def _forget() -> None:
 
 def measure(workload: Workload, on_tokens: Callable[[int], None]) -> dict[str, int]:
     """Bytes: of the model and its pools as computed, and what this process, a new one, had resident at most."""
-    import torch
-
     from bench import engine
     from worker.config import WorkerConfig
     from worker.engine.protocols import Runner
@@ -58,11 +47,11 @@ def measure(workload: Workload, on_tokens: Callable[[int], None]) -> dict[str, i
         model=workload.model, max_num_seqs=workload.max_num_seqs, **dict(workload.options)
     )
     load_model("tiny")  # what is imported on the way, and torch's own
-    found = {"libraries": resident()}
+    found = {"libraries": _resident("VmRSS")}
 
     def look(runner: Runner) -> Runner:
         assert isinstance(runner, TorchRunner)
-        found["loading, at most"] = _highest()
+        found["loading, at most"] = _resident("VmHWM")
         pools = runner.pools
         for pool in pools:
             pool.zero_()  # a page that was never written takes no memory
@@ -80,8 +69,7 @@ def measure(workload: Workload, on_tokens: Callable[[int], None]) -> dict[str, i
 
     _forget()
     engine.run(workload, on_tokens, look)
-    found["serving, at most"] = _highest()
-    assert torch.get_num_threads() == workload.num_threads
+    found["serving, at most"] = _resident("VmHWM")
     return found
 
 
@@ -112,7 +100,7 @@ def peak_memory(
     for name in ("libraries", "weights", "KV pools", "workspace", "loading, at most", "serving, at most"):
         table.add_row(name, f"{found[name] / 2**20:.0f}")
     table.add_row(f"promised: {FACTOR} weights and all else", f"{promised / 2**20:.0f}")
-    facts: dict[str, Any] = machine_facts(threads)
+    facts = machine_facts(threads)
     Console().print(
         table,
         f"{model} in {dtype}: at most {share:.0%} of what is promised beside the libraries; {facts['cpu']}, "

@@ -32,5 +32,11 @@ class Unanswerable(Exception):
         self.message = message
 
 
+def reason_of(error: OSError) -> str:
+    """What the system says, in words and without its number, for a sentence."""
+    words = error.strerror or str(error)
+    return words.partition(" (while")[0].lower()  # asyncio and socket add what they tried
+
+
 class ProtocolError(Exception):
     """A reply log breaks the contract. Readers raise it and never guess."""

@@ -11,6 +11,8 @@ import urllib.request
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
+from schemas.errors import reason_of
+
 VERSION = 1
 PERIOD_S = 0.25  # at most one snapshot in this time is made, however many look on
 BLOCK_STATES = ("free", "active", "cached", "draining")  # a block's character in `Pool.blocks` is the index here
@@ -168,9 +170,8 @@ def fetch_snapshot(url: str) -> bytes:
         raise NoSnapshot(f"what answers at {url} is no HTTP: {error}") from None
     except OSError as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        words = reason_of(cause) if isinstance(cause, OSError) else str(cause)
         if isinstance(cause, ConnectionRefusedError):
             words = "nobody listens there"
-        else:
-            words = (isinstance(cause, OSError) and cause.strerror) or str(cause)
         advice = "a worker does at its --metrics-port, which it has only when that is given"
         raise NoSnapshot(f"no worker answers at {url}: {words}; {advice}") from None

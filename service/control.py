@@ -14,7 +14,7 @@ from service.kafka import TopicAdmin, start_producer, stop_producer
 from service.reply_logs import TopicLog, read_reply_logs
 from service.topic_reader import TopicReader
 
-_LOOK_S = 3.0
+_LOOK_S = 3.0  # what is found is told beside the cancel, which does not wait for it for longer
 
 
 async def cancel_requests(connection: KafkaConnection, correlation_ids: Sequence[str], *, lane_prefix: str) -> None:

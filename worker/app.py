@@ -272,17 +272,18 @@ class Worker:
 
 async def check_kafka(config: WorkerConfig) -> None:
     """Raises KafkaUnavailable when the cluster cannot be used as configured, or topics are missing."""
-    async with _connections(config) as connections:
+    async with _connections(config, warns=False) as connections:  # the worker's own will say it
         await _check_topics(config, connections)
 
 
-def _connections(config: WorkerConfig) -> KafkaConnections:
+def _connections(config: WorkerConfig, *, warns: bool = True) -> KafkaConnections:
     return KafkaConnections(
         config,
         client_id=f"carousel-worker-{config.worker}",
         request_timeout_ms=config.request_timeout_ms,
         session_timeout_ms=config.session_timeout_ms,
         rebalance_timeout_ms=config.rebalance_timeout_ms,
+        warns=warns,
     )
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from schemas.errors import reason_of
 from worker.health import Health, PortUnavailable
 
 LEAVE_S = 3  # for open streams to end; one whose viewer takes nothing would not
@@ -31,8 +32,7 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as e:
-        reason = (e.strerror or str(e)).partition(" (while")[0].lower()
-        words = f"--metrics-port {port} of {host} cannot be had: {reason}. Give another, or 0 for any"
+        words = f"--metrics-port {port} of {host} cannot be had: {reason_of(e)}. Give another, or 0 for any"
         raise PortUnavailable(words) from e
     server = new_server(health_app(health, more))
     thread = threading.Thread(target=server.run, args=([listener],), name="health", daemon=True)

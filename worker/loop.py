@@ -137,7 +137,7 @@ class EventStream:
                 await self._ready.wait()
             finally:
                 timer.cancel()
-                self._collecting = False
+                self._release()  # also for who takes next, when this wait was cancelled
         else:
             await self._ready.wait()
         self._ready.clear()

@@ -42,12 +42,12 @@ from worker.transport.protocols import (
     RequestSource,
 )
 
-MAX_TOO_LARGE = 3  # records of a request that a shared reply topic refuses, until its answer is
-MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
 MAX_AGE_S = 600.0  # a producer's clock may be wrong: how old a request may make itself
 LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event loop: they may take seconds
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
+MAX_TOO_LARGE = 3  # attempts at which a shared reply topic refused a record's size; then the answer is an error
+MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
 LOAD_CODES = (ErrorCode.OVERLOADED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.DEADLINE_UNREACHABLE)  # not for what has begun
 SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
 

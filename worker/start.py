@@ -219,7 +219,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
     report = _progress_log()
     report("packing the weights for this CPU", 0.0)
     done = prepare_weights(loaded, config.weights, tuning)
-    report("packed, joining the lanes", 1.0)
+    report("the weights are packed", 1.0)
     log.info(
         "weights.prepared",
         weights=config.weights,

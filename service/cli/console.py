@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from schemas.errors import reason_of
 from service.cli.top import DEFAULT_WORKER, WorkerOption
 
 MAX_PORT = 65535
@@ -31,7 +32,7 @@ def console(
     try:
         number = module.run_console(worker, host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
     except OSError as error:
-        reason = (error.strerror or str(error)).partition(" (while")[0].lower()
-        typer.echo(f"carousel console: port {port} of {host} cannot be had: {reason}. Give another --port", err=True)
+        words = f"port {port} of {host} cannot be had: {reason_of(error)}. Give another --port"
+        typer.echo(f"carousel console: {words}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(128 + number)

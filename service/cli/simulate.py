@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from schemas.errors import reason_of
+
 _WIDTH = 110  # of the tables where the output is no terminal
 _TRACE_HELP = "CSV: arrival_s,tenant,input_tokens,output_tokens[,tier]."
 
@@ -105,14 +107,14 @@ def _file_sentence(error: OSError, question: Any, plot: Path | None) -> str:
     """Which option's file it is, what is wrong with it, and what it must be."""
     path = Path(error.filename or "")
     if path == plot:
-        return f"--plot {path} cannot be written: {(error.strerror or str(error)).lower()}"
+        return f"--plot {path} cannot be written: {reason_of(error)}"
     option, wanted = {
         question.trace: ("--trace ", "a CSV file with the columns arrival_s,tenant,input_tokens,output_tokens"),
         question.tiers: ("--tiers ", "a TOML file with tables [tiers.NAME]"),
     }.get(path, ("", "a file"))
     if isinstance(error, FileNotFoundError):
         return f"{option}{path}: there is no such file; it must be {wanted}"
-    return f"{option}{path} cannot be read: {(error.strerror or str(error)).lower()}; it must be {wanted}"
+    return f"{option}{path} cannot be read: {reason_of(error)}; it must be {wanted}"
 
 
 def _print(title: str, figures: dict[str, Any]) -> None:

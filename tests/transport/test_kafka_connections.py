@@ -19,6 +19,8 @@ from aiokafka.structs import BrokerMetadata, OffsetAndMetadata
 
 from schemas.connection import KafkaConnection
 from service.broker import EmbeddedBroker
+from worker.app import check_kafka
+from worker.config import WorkerConfig
 from worker.transport.kafka_connections import KafkaConnections, KafkaUnavailable
 
 P0, P1 = TopicPartition("prompts.standard", 0), TopicPartition("prompts.standard", 1)
@@ -107,7 +109,7 @@ async def test_t29_a_broker_that_creates_topics_is_warned_of(made: KafkaConnecti
     made.admin.describe_configs = describe_configs
     made.admin._client.get_random_node = lambda: 1
     with structlog.testing.capture_logs() as logs:
-        await made._warn_of_auto_creation()
+        await made._warn_of_broker()
     assert [entry["event"] for entry in logs] == ["kafka.auto_creates_topics"] * (value == "true")
 
 
@@ -124,6 +126,9 @@ async def test_a_broker_without_idempotent_producers_is_warned_of_once(broker: E
     with structlog.testing.capture_logs() as logs:
         async with made:
             await made.replace_producer(made.producer)
+        settings = {"bootstrap": broker.bootstrap, "model": "tiny", "lane_prefix": "nothing."}
+        with pytest.raises(KafkaUnavailable, match="these topics do not exist"):
+            await check_kafka(WorkerConfig(**settings))  # before the model is loaded
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["kafka.no_idempotent_producer"]
 
 

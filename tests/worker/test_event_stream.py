@@ -73,3 +73,15 @@ async def test_nobody_waits_for_a_timer_after_a_cancel():
     await asyncio.gather(taken, return_exceptions=True)
     stream.push(token(1), 0.0)
     assert await stream.take() == [token(1)]
+
+
+async def test_what_came_while_a_cancelled_take_collected_is_there():
+    """No event waits for the one after it."""
+    stream, loop = EventStream(1), asyncio.get_running_loop()
+    taken = asyncio.ensure_future(stream.take(loop.time() + 60))
+    await asyncio.sleep(0)
+    stream.push(token(1), 0.0)
+    taken.cancel()
+    await asyncio.gather(taken, return_exceptions=True)
+    async with asyncio.timeout(5):
+        assert await stream.take() == [token(1)]

@@ -55,7 +55,7 @@ def tune(groups: Sequence[Group], makes: Mapping[str, Make], file: Path) -> Tuni
         by_shape.setdefault(group.name, []).append(group)
     dtype = weight_of(groups[0].linears[0]).dtype
     who = " or ".join(makes)
-    key = f"{_cpu()}, torch {torch.__version__}, {dtype}, {torch.get_num_threads()} threads, {who}"
+    key = f"{_cpu()}, torch {torch.__version__}, {dtype}, {torch.get_num_threads()} threads, {who}, whole layers"
     known: dict[str, str] = _read(file).get(key, {})
     missing = {name: members for name, members in by_shape.items() if name not in known}
     if not missing:

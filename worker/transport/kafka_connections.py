@@ -58,7 +58,10 @@ class KafkaConnections:
         request_timeout_ms: int,
         session_timeout_ms: int,
         rebalance_timeout_ms: int,
+        warns: bool = True,
     ) -> None:
+        """`warns`: say at start what is wrong with this broker."""
+        self._warns = warns
         self.options = {**connection.client_options(), "client_id": client_id}
         self._connection = connection
         self._bootstrap = connection.bootstrap
@@ -88,7 +91,8 @@ class KafkaConnections:
         except ClusterAuthorizationFailedError as e:  # who may write to one topic may also be idempotent
             await self.admin.close()
             raise KafkaUnavailable(f"this user may write to no topic at {self._bootstrap}") from e
-        await self._warn_of_auto_creation()
+        if self._warns:
+            await self._warn_of_broker()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -138,12 +142,6 @@ class KafkaConnections:
             finally:
                 sender_log.disabled = False
             self.idempotent = False
-            log.warning(
-                "kafka.no_idempotent_producer",
-                bootstrap=self._bootstrap,
-                meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send "
-                "may land twice (readers drop it). Use Apache Kafka for anything that matters",
-            )
         producer = AIOKafkaProducer(**options)
         await producer.start()
         return producer
@@ -334,9 +332,15 @@ class KafkaConnections:
             while partition in accumulator._batches:
                 accumulator._pop_batch(partition).failure(exception=UnknownTopicOrPartitionError(topic))
 
-    async def _warn_of_auto_creation(self) -> None:
+    async def _warn_of_broker(self) -> None:
         if not self.idempotent:
-            return  # the embedded broker always creates topics, and has said so
+            log.warning(
+                "kafka.no_idempotent_producer",
+                bootstrap=self._bootstrap,
+                meaning="this is the embedded broker: it keeps nothing, forgets commit metadata, and a retried send "
+                "may land twice (readers drop it). Use Apache Kafka for anything that matters",
+            )
+            return  # it always creates topics, too, and has said so
         node = str(self.admin._client.get_random_node())
         try:
             (response,) = await self.admin.describe_configs([ConfigResource(ConfigResourceType.BROKER, node)])
