@@ -6,7 +6,7 @@ import pytest
 
 from schemas.reasons import FinishReason
 from tests.engine.builders import EOS, Engine, make_request
-from worker.engine.cost import CostModel
+from worker.engine.cost import SWAP_SHARE, CostModel
 from worker.engine.fakes import FakeRunner
 from worker.engine.outputs import BlockCopy, FinishEvent, StepPlan, TokenEvent
 from worker.engine.request import Request
@@ -51,12 +51,14 @@ class World:
         return Unreliable(config, vocab_size=EOS + 1)
 
     def make_cost(self) -> CostModel:
-        """One whose answers differ from victim to victim."""
+        """One whose answers differ from victim to victim; mostly a step has few copies, or one each way."""
+        step = self.random.choice((None, 0.0, 1.5, 2.5, 3.5))
         return CostModel(
             copy_out_seconds_per_block=1.0,
             copy_in_seconds_per_block=1.0,
             prefill_seconds=lambda num_tokens, num_before: num_tokens * (1 + num_before % 3),
             min_swap_tokens=2,
+            compute_seconds=None if step is None else lambda _scheduled: step / SWAP_SHARE,
         )
 
     def arrive(self) -> None:

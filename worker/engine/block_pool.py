@@ -4,7 +4,7 @@ Freed is not erased: a block whose content has a digest stays findable until it 
 Blocks without a digest are reused before those.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from enum import Enum
 
@@ -17,7 +17,7 @@ class BlockState(Enum):
     FREE = "free"  # unknown content
     ACTIVE = "active"  # in a block table
     CACHED = "cached"  # in no table; its content can be found until it is reused
-    DRAINING = "draining"  # in no table; the step in flight copies it out
+    DRAINING = "draining"  # in no table; it is to be copied out, in this step or a later one
 
 
 class BlockPool:
@@ -28,10 +28,10 @@ class BlockPool:
 
     __slots__ = (
         "_cached",
-        "_copied_out",
         "_draining",
         "_free",
         "_num_active",
+        "_num_copies",
         "_refs",
         "block_size",
         "num_blocks",
@@ -46,7 +46,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is on top at first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._draining: dict[int, None] = {}
-        self._copied_out: dict[int, None] = {}  # by the step in flight: those that drain, and some still in a table
+        self._num_copies: dict[int, int] = {}  # still to be made, of those that drain and of some still in a table
         self._num_active = 0
 
     @property
@@ -56,7 +56,7 @@ class BlockPool:
 
     @property
     def num_draining(self) -> int:
-        """Blocks that are free once the step in flight has ended."""
+        """Blocks that are free once they are copied out."""
         return len(self._draining)
 
     @property
@@ -108,12 +108,16 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> list[int]:
-        """Another table uses these blocks, active or cached ones: a prefix hit, or a fork. Returns that table."""
+        """Another table uses these blocks, which hold something: a prefix hit, or a fork. Returns that table.
+
+        What drains is read only until it is copied, so it can be used meanwhile.
+        """
         table = list(block_ids)
         for block_id in table:
             if not self._refs[block_id]:
-                assert block_id in self._cached, f"block {block_id} is {self.state(block_id).value}: nothing to share"
-                del self._cached[block_id]
+                idle = self._draining if block_id in self._draining else self._cached
+                assert block_id in idle, f"block {block_id} is free: nothing to share"
+                del idle[block_id]
                 self._num_active += 1
             self._refs[block_id] += 1
         return table
@@ -123,23 +127,27 @@ class BlockPool:
         for block_id in block_ids:
             self._drop(block_id)
             if not self._refs[block_id]:
-                if block_id in self._copied_out:
+                if block_id in self._num_copies:
                     self._draining[block_id] = None
                 else:
                     self._put_back(block_id)
 
     def drain(self, block_ids: Iterable[int]) -> None:
-        """Like free, while the step in flight copies them out: they come back with `end_draining`."""
+        """Like free, but each is to be copied out first: `end_draining` says when it is."""
         table = list(block_ids)
-        self._copied_out.update(dict.fromkeys(table))
+        for block_id in table:
+            self._num_copies[block_id] = self._num_copies.get(block_id, 0) + 1
         self.free(table)
 
-    def end_draining(self) -> None:
-        """The copies have ended: draining blocks are free, or cached, now."""
-        for block_id in self._draining:
-            self._put_back(block_id)
-        self._draining.clear()
-        self._copied_out.clear()
+    def end_draining(self, block_ids: Iterable[int]) -> None:
+        """A copy of each of these is made, or not wanted any more: what waits for no other one is free, or cached."""
+        for block_id in block_ids:
+            self._num_copies[block_id] -= 1
+            if not self._num_copies[block_id]:
+                del self._num_copies[block_id]
+                if block_id in self._draining:
+                    del self._draining[block_id]
+                    self._put_back(block_id)
 
     def reparent(self, table: list[int], source: Iterable[int]) -> list[int]:
         """A table goes on from another one's blocks (beam search: a hypothesis takes over a better parent's past).
@@ -174,9 +182,8 @@ class BlockPool:
         self.prefixes.insert(digest, block_id)
 
     def find_prefix(self, digest: bytes) -> int | None:
-        """A block with that content which can be shared now; None when there is none, or it drains."""
-        block_id = self.prefixes.find(digest)
-        return None if block_id is None or block_id in self._draining else block_id
+        """A block with that content, None when there is none."""
+        return self.prefixes.find(digest)
 
     def _drop(self, block_id: int) -> None:
         assert self._refs[block_id], f"block {block_id} is freed twice"
@@ -189,8 +196,10 @@ class BlockPool:
         else:
             self._free.append(block_id)
 
-    def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Asserts the invariants P1 to P4 (README.md), P2 when all block tables are given. O(blocks)."""
+    def check_integrity(
+        self, tables: Iterable[Iterable[int]] | None = None, to_copy: Iterable[int] | None = None
+    ) -> None:
+        """Asserts P1 to P5 (README.md), P2 with all block tables, P5 with all sources of copies out. O(blocks)."""
         num_active = sum(refs > 0 for refs in self._refs)
         assert all(refs >= 0 for refs in self._refs), "P1: a block has fewer than no references"
         assert num_active == self._num_active, f"P1: {num_active} blocks have references, {self._num_active} counted"
@@ -203,6 +212,10 @@ class BlockPool:
         assert all(block_id in self.prefixes for block_id in self._cached), "P3: a cached block cannot be found"
         assert not any(block_id in self.prefixes for block_id in self._free), "P3: a free block can be found"
         self.prefixes.check_integrity()
+        waiting = {block_id: None for block_id in self._num_copies if not self._refs[block_id]}
+        assert waiting.keys() == self._draining.keys(), "P5: what drains is not what waits for a copy, in no table"
+        if to_copy is not None:
+            assert self._num_copies == Counter(to_copy), "P5: copies out are miscounted"
         if tables is not None:
             counted = [0] * self.num_blocks
             for table in tables:

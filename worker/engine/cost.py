@@ -1,7 +1,16 @@
 """Swap or recompute: what each would cost for one victim, from measured times (research/engine.md 3.2)."""
 
+import sys
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+
+from worker.engine.outputs import ScheduledSequence
+
+# Of a step's time, for its swaps. A step with a swap may take 1.1 times as long as one without; the rest of the tenth
+# is for what the prices do not know: the copies also take from the forward what it had in the caches.
+SWAP_SHARE = 0.08
+NO_BOUND = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +29,25 @@ class CostModel:
     hysteresis: float = 0.1  # a swap must be cheaper by that share
     min_swap_tokens: int = 128  # below, a swap is not worth its bookkeeping
     uncontended_share: float = 0.3  # of the prefill's time, when budget is left over
+    # Seconds of a step that computes so much, where copies lengthen it: they are paced. None: they run beside it.
+    compute_seconds: Callable[[Items[ScheduledSequence]], float] | None = None
+
+    def most_out(self, scheduled: Items[ScheduledSequence]) -> int:
+        """Blocks that a step which computes so much may copy out: at least one, so that every swap comes to its end.
+
+        No bound where copies lengthen nothing that anybody waits for.
+        """
+        return self._most(scheduled, 0.0, self.copy_out_seconds_per_block)
+
+    def most_in(self, scheduled: Items[ScheduledSequence], num_out: int) -> int:
+        """The same for blocks in, beside so many that go out."""
+        return self._most(scheduled, num_out * self.copy_out_seconds_per_block, self.copy_in_seconds_per_block)
+
+    def _most(self, scheduled: Items[ScheduledSequence], taken: float, price: float) -> int:
+        if self.compute_seconds is None or not scheduled or price <= 0:
+            return NO_BOUND
+        seconds = SWAP_SHARE * self.compute_seconds(scheduled) - taken
+        return max(1, int(min(NO_BOUND, seconds / price)))
 
     def swap_seconds(self, num_blocks: int, expected_wait: float = 0.0) -> float:
         """Copying num_blocks out and in again; expected_wait: seconds that hide the way in."""

@@ -2,7 +2,7 @@
 
 Order: decodes, one token each, the most urgent first, but for those that pause for the prefill of a higher class; then
 prefills that have begun, each after the waiting ones of a higher class (they take the budget from it); then the
-waiting, in the order of the queue; then swap-ins for those who still wait.
+waiting, in the order of the queue; then what is swapped, as much of it as the step can bear.
 """
 
 from bisect import insort
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.config import SchedulerConfig
+from worker.engine.cost import NO_BOUND, CostModel
 from worker.engine.outputs import BlockCopy, NewSequence, Preemption, ScheduledSequence
 from worker.engine.preemption import Cause, VictimChooser
 from worker.engine.protocols import PrefillBudget
@@ -85,6 +86,7 @@ class Planner:
         victims: VictimChooser,
         waiting: WaitingQueue,
         prefill_budget: PrefillBudget | None,
+        cost: CostModel | None,
     ) -> None:
         self.running: list[Sequence] = []  # those with a seat, most urgent first
         self.unfinished: dict[str, list[Sequence]] = {}  # by request id, in choice order
@@ -98,6 +100,7 @@ class Planner:
         self._victims = victims
         self._waiting = waiting
         self._prefill_budget = prefill_budget
+        self._pace = None if cost is None or cost.compute_seconds is None else cost
         self._steps_without_prefill = 0
         self._starved_class: int | None = None  # of the waiting head, when the last step's budget did not reach it
         # Of the step being planned:
@@ -135,8 +138,8 @@ class Planner:
                 draft.budget = self._budget_left()
         self._prefill(prefills)
         self._starved_class = self._class_without_budget()
-        if self._blocks.host.num_used and not draft.preempted:
-            self._prefetch()
+        if self._blocks.host.num_used:
+            self._swap()
         self._steps_without_prefill = 0 if draft.num_prefill_tokens else self._steps_without_prefill + 1
         return draft
 
@@ -174,7 +177,7 @@ class Planner:
             if in_need is None or seq.priority_class > in_need:
                 in_need, lane, demand = seq.priority_class, seq.request.lane, 0
             if seq.priority_class == in_need:
-                demand += seq.num_tokens - seq.num_computed
+                demand += seq.num_tokens - max(seq.num_computed, seq.num_saved)
         if in_need is None or in_need == self._starved_class:
             return in_need
         demand = min(demand, self._arrival_room(lane, num_decodes, num_context))
@@ -274,12 +277,11 @@ class Planner:
     def _advance(self, seq: Sequence) -> None:
         """Gives a seated sequence what is left of its prefill, as far as budget and free blocks go."""
         draft, blocks = self._draft, self._blocks
-        if not seq.has_row and draft.budget > 0 and blocks.can_open(seq):
-            self._open(seq)
+        is_open = seq.has_row or (draft.budget > 0 and self._open(seq))
         start, num_known, held = seq.num_computed, seq.num_tokens, len(seq.block_ids)
         num_free_slots = (held + blocks.device.num_free) * blocks.block_size - start
         num_tokens = min(num_known - start, self._prefill_left(seq.request.lane), num_free_slots)
-        if num_tokens <= 0 or seq.opened_step == 0:
+        if num_tokens <= 0 or not is_open:
             draft.paused.append(seq)
             return
         num_missing = blocks.device.blocks_for(start + num_tokens) - held
@@ -294,10 +296,12 @@ class Planner:
         draft.num_prefill_tokens += num_tokens
         draft.budget -= num_tokens
 
-    def _open(self, seq: Sequence) -> None:
-        """Completes the block table of a sequence that gets its first token since it took its seat."""
-        draft = self._draft
-        copies, swap_ins = self._blocks.open(seq, self._computed_sibling(seq))
+    def _open(self, seq: Sequence) -> bool:
+        """Completes the block table of a sequence that gets its first token since it took its seat; False: not yet."""
+        draft, blocks = self._draft, self._blocks
+        if not blocks.can_open(seq) or (self._pace is not None and blocks.num_to_restore(seq)):
+            return False
+        copies, swap_ins = blocks.open(seq, self._computed_sibling(seq))
         seq.opened_step = self._step
         if seq.num_cached is None:
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
@@ -309,6 +313,7 @@ class Planner:
             draft.copies += copies
             draft.swap_ins += swap_ins
             draft.movements.append(Movement(seq, (*copies, *swap_ins), is_swap_out=False))
+        return True
 
     def _admit_waiting(self, above: int | None = None) -> None:
         """Seats the waiting in order while there is room; above: only those of higher classes."""
@@ -391,8 +396,9 @@ class Planner:
 
     def _take_seat(self, seq: Sequence) -> None:
         self.dequeue(seq)
+        self._blocks.settle(seq)
         seq.move_to(_RUNNING)
-        seq.opened_step = 0
+        seq.opened_step = self._step
         seq.num_prefill = seq.num_tokens
         seq.num_overtaken = 0
         seq.urgency = self._waiting.urgency(seq)
@@ -449,11 +455,9 @@ class Planner:
         self._take_back_grant(victim)
         self.give_up_seat(victim)
         num_tokens, num_blocks = victim.num_computed, len(victim.block_ids)
-        victim.num_lost = num_tokens
+        victim.num_lost = max(victim.num_lost, num_tokens)
         if mode == "swap":
-            copies = blocks.swap_out(victim)
-            draft.swap_outs += copies
-            draft.movements.append(Movement(victim, tuple(copies), is_swap_out=True))
+            blocks.swap_out(victim)
             victim.num_swaps += 1
         else:
             blocks.release(victim)
@@ -509,13 +513,29 @@ class Planner:
             self.removed.append(seq.seq_id)
             seq.has_row = False
 
-    def _prefetch(self) -> None:
-        """Swaps in the next ones of the waiting ahead of their seat, as far as nobody else has use for the blocks."""
-        for seq in self._waiting.first(self._now, self._config.look_ahead):
-            if self._blocks.can_prefetch(seq):
-                copies = self._blocks.prefetch(seq)
-                self._draft.swap_ins += copies
-                self._draft.movements.append(Movement(seq, tuple(copies), is_swap_out=False))
+    def _swap(self) -> None:
+        """Copies between the pools: first what goes out, which makes room; then what comes in, for those with a seat
+        before those without. Where that lengthens the step it is paced, but each way gets on by a block at least.
+        """
+        draft, blocks, pace = self._draft, self._blocks, self._pace
+        most = NO_BOUND if pace is None else pace.most_out(draft.scheduled)
+        for seq, copies in blocks.take_outgoing(most):
+            draft.swap_outs += copies
+            draft.movements.append(Movement(seq, tuple(copies), is_swap_out=True))
+        most = NO_BOUND if pace is None else pace.most_in(draft.scheduled, len(draft.swap_outs))
+        for seq in self.running:
+            if most > 0 and not seq.has_row and blocks.num_to_restore(seq):
+                most -= self._note_swap_in(seq, blocks.swap_in(seq, most))
+        # Swaps in the next ones of the waiting ahead of their seat, as far as nobody else has use for the blocks.
+        for seq in () if draft.preempted else self._waiting.first(self._now, self._config.look_ahead):
+            if most > 0 and blocks.can_prefetch(seq):
+                most -= self._note_swap_in(seq, blocks.prefetch(seq, most))
+
+    def _note_swap_in(self, seq: Sequence, copies: list[BlockCopy]) -> int:
+        if copies:
+            self._draft.swap_ins += copies
+            self._draft.movements.append(Movement(seq, tuple(copies), is_swap_out=False))
+        return len(copies)
 
 
 _Key = TypeVar("_Key")

@@ -55,7 +55,12 @@ class VictimChooser:
         )
 
     def mode(self, victim: Sequence, cause: Cause, *, contended: bool) -> Mode:
-        """How it gives up its KV: the configuration, else the cost model; without one a swap where it is possible."""
+        """How it gives up its KV: the configuration, else the cost model; without one a swap where it is possible.
+
+        Who is displaced on the way in has its copy still, so there is nothing to choose.
+        """
+        if victim.num_saved:
+            return "swap"
         forced = self._config.preemption
         if forced == "recompute" or not self._blocks.can_swap_out(victim):
             return "recompute"
@@ -88,7 +93,7 @@ class VictimChooser:
     def _may_give_way(self, victim: Sequence, step: int) -> bool:
         return (
             victim.status is SequenceStatus.RUNNING
-            and victim.has_row
+            and (victim.has_row or victim.num_saved > 0)
             and victim.opened_step != step
             and not self.ends_soon(victim)
             and not self._blocks.is_pinned(victim)

@@ -78,6 +78,7 @@ class Sequence:
         "num_target_blocks",
         "opened_step",
         "order_key",
+        "out_block_ids",
         "output",
         "priority_class",
         "request",
@@ -102,10 +103,11 @@ class Sequence:
         self.digests: list[bytes] = []  # of its full blocks, as far as they were asked for
         self.host_block_ids: list[int] = []  # the swapped-out copy of its first num_saved tokens
         self.num_saved = 0
+        self.out_block_ids: list[int] = []  # the beginning of that copy is still to be made, from these device blocks
         self.priority_class = request.priority_class
         self.urgency: tuple[float, ...] = ()  # its place among the running, set when it takes a seat
         self.has_row = False  # the runner knows it
-        self.opened_step = 0  # when its block table was last opened: it is no victim in that step
+        self.opened_step = 0  # when it took its seat or its block table was opened: it is no victim in that step
         self.num_swaps = 0
         self.num_recomputes = 0
         self.num_cached: int | None = None  # prompt tokens found computed when it first took a seat

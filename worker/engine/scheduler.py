@@ -83,7 +83,7 @@ class Scheduler:
         self._blocks = BlockManager(config)
         self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
         victims = VictimChooser(config, self._blocks, cost)
-        self._planner = Planner(config, self._blocks, victims, self._waiting, prefill_budget)
+        self._planner = Planner(config, self._blocks, victims, self._waiting, prefill_budget, cost)
         self._running = self._planner.running
         self._unfinished = self._planner.unfinished
         self._deadlines: LazyHeap[Sequence] = LazyHeap(_is_unfinished)
@@ -314,11 +314,11 @@ class Scheduler:
         self._totals.failed_copies += len(failed)
         for movement in flight.movements:
             seq = movement.seq
-            num_arrived = next((i for i, copy in enumerate(movement.copies) if copy in lost), None)
-            if num_arrived is None or seq.status not in (_RUNNING, SequenceStatus.WAITING):
+            first_lost = next((copy for copy in movement.copies if copy in lost), None)
+            if first_lost is None or seq.status not in (_RUNNING, SequenceStatus.WAITING):
                 continue
             if movement.is_swap_out:
-                self._blocks.truncate_host(seq, num_arrived)
+                self._blocks.truncate_host(seq, seq.host_block_ids.index(first_lost.target))
                 continue
             seq.num_lost = max(seq.num_lost, seq.num_computed)
             if seq.status is _RUNNING:

@@ -9,9 +9,10 @@ usual counts only as much as a large usual one (Huber), so a stalled step moves 
 because more work never takes less time.
 """
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from worker.engine.outputs import StepPlan
+from worker.engine.outputs import ScheduledSequence, StepPlan
 
 # Features are scaled to about 1, which keeps the information matrix well conditioned.
 _SCALES = (1.0, 1e-3, 1e-5, 1e-2)
@@ -77,11 +78,8 @@ class StepModel:
 
     def observe_plan(self, plan: StepPlan, seconds: float) -> None:
         """That step took so long. One that copies says little of computing: it teaches nothing."""
-        if plan.all_copies:
-            return
-        num_decodes = sum([part.num_tokens == 1 for part in plan.scheduled])
-        num_context = sum([part.start for part in plan.scheduled])
-        self.observe(plan.num_tokens - num_decodes, num_context, num_decodes, seconds)
+        if not plan.all_copies:
+            self.observe(*_work(plan.scheduled), seconds)
 
     def observe(self, prefill_tokens: int, context_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step with so much work took so long. Asserts that none of it is negative."""
@@ -105,6 +103,10 @@ class StepModel:
     def seconds(self, prefill_tokens: float, context_tokens: float, num_decodes: float) -> float:
         """The predicted time of a step; never negative, never less for more work."""
         return self.cost.seconds(prefill_tokens, context_tokens, num_decodes)
+
+    def plan_seconds(self, scheduled: Items[ScheduledSequence]) -> float:
+        """The predicted time of a step that computes so much, without copies; infinite until the model is fitted."""
+        return self.seconds(*_work(scheduled)) if self.is_fitted else float("inf")
 
     def prefill_seconds(self, num_tokens: int, chunk: int) -> float:
         """The time to prefill a prompt alone, in steps of `chunk` tokens."""
@@ -190,6 +192,13 @@ class StepBudget:
         else:
             fitting = int(room / cost.per_prefill_token)
         return min(max_tokens, max(block_size, fitting))
+
+
+def _work(scheduled: Items[ScheduledSequence]) -> tuple[int, int, int]:
+    """(prefill tokens, context tokens, decodes)."""
+    num_decodes = sum([part.num_tokens == 1 for part in scheduled])
+    num_context = sum([part.start for part in scheduled])
+    return sum([part.num_tokens for part in scheduled]) - num_decodes, num_context, num_decodes
 
 
 def _dot(left: list[float], right: list[float]) -> float:

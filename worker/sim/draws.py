@@ -4,7 +4,7 @@ import random
 
 from worker.engine.admission import Admission
 from worker.engine.config import SchedulerConfig
-from worker.engine.cost import CostModel
+from worker.engine.cost import SWAP_SHARE, CostModel
 from worker.engine.policies import POLICIES, make_policy
 from worker.engine.policies.base import PolicyConfig
 from worker.engine.protocols import PrefillBudget
@@ -83,11 +83,13 @@ def _draw_cost(rng: random.Random) -> CostModel | None:
     if rng.random() < 0.3:
         return None
     copy_s = rng.choice((0.1, 1.0, 10.0))
+    step_s = rng.choice((1.5, 2.5, 3.5, 6.5)) * copy_s / SWAP_SHARE  # so many blocks beside a step
     return CostModel(
         copy_out_seconds_per_block=copy_s,
         copy_in_seconds_per_block=copy_s,
         prefill_seconds=lambda num_tokens, _num_before: float(num_tokens),
         min_swap_tokens=rng.choice((1, 8)),
+        compute_seconds=(lambda _scheduled: step_s) if rng.random() < 0.6 else None,
     )
 
 
