@@ -243,6 +243,8 @@ def _cost_model(runner: TorchRunner | DeviceRunner, step_model: StepModel, chunk
         copy_out_seconds_per_block=copy_out,
         copy_in_seconds_per_block=copy_in,
         prefill_seconds=lambda num_tokens, _before: step_model.prefill_seconds(num_tokens, chunk),
+        # On a GPU they run beside the step, on streams of their own.
+        compute_seconds=step_model.plan_seconds if isinstance(runner, TorchRunner) else None,
     )
 
 

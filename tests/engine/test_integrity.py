@@ -70,9 +70,32 @@ def prefetch_half(scheduler: Scheduler) -> None:
     scheduler._blocks.device.free([seq.block_ids.pop()])
 
 
+def prefetch_too_much(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.block_ids += scheduler._blocks.device.allocate(1)
+
+
+def forget_who_goes_out(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    seq.out_block_ids = seq.block_ids[:1]
+
+
+def go_out_and_come_in(scheduler: Scheduler) -> None:
+    (seq,) = scheduler._blocks.prefetched.values()
+    scheduler._blocks._outgoing[seq.seq_id] = seq
+
+
+def forget_a_copy_out(scheduler: Scheduler) -> None:
+    scheduler._blocks._outgoing_now += [0]
+
+
+def go_out_with_a_seat(scheduler: Scheduler) -> None:
+    scheduler._running[0].out_block_ids = [scheduler._running[1].block_ids[0]]
+
+
 def miscount_saved_tokens(scheduler: Scheduler) -> None:
     (seq,) = scheduler._blocks.prefetched.values()
-    seq.num_saved = 1
+    seq.num_saved = seq.num_computed = 1
 
 
 def promise_to_a_waiting_one(scheduler: Scheduler) -> None:
@@ -152,7 +175,12 @@ def preempt_without_end(scheduler: Scheduler) -> None:
         (owe_more_than_there_is, "I1: 1000 blocks owed, 58 free now or soon"),
         (write_what_can_be_found, "I2: sequence 2 would write shared block"),
         (prefetch_unknown, "I3: waiting sequence 1 has 2 device blocks"),
-        (prefetch_half, "I3: waiting sequence 1 is swapped in by half"),
+        (prefetch_half, "I3: waiting sequence 1 has computed 5 tokens, not 4"),
+        (prefetch_too_much, "I3: waiting sequence 1 has more on its way than was saved"),
+        (forget_who_goes_out, "I3: waiting sequence 1 is forgotten on its way out"),
+        (go_out_and_come_in, "I3: waiting sequence 1 is on its way out and in"),
+        (forget_a_copy_out, "P5: copies out are miscounted"),
+        (go_out_with_a_seat, "I3: sequence 2 has a seat, and has not turned round"),
         (miscount_saved_tokens, "I3: waiting sequence 1 has 2 of 1 host blocks"),
         (promise_to_a_waiting_one, "I3: waiting sequence 1 is promised blocks"),
         (wait_for_nobody, "I4: sequence 2 does not compute what others wait for"),

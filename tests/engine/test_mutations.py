@@ -72,17 +72,21 @@ def lower_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose_a_swap_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_in = BlockManager._swap_in
-    monkeypatch.setattr(BlockManager, "_swap_in", lambda self, seq, first: swap_in(self, seq, first)[1:])
+    swap_in = BlockManager.swap_in
+    monkeypatch.setattr(BlockManager, "swap_in", lambda self, seq, most: swap_in(self, seq, most)[1:])
 
 
 def lose_a_swap_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_out = BlockManager.swap_out
-    monkeypatch.setattr(BlockManager, "swap_out", lambda self, seq: swap_out(self, seq)[:-1])
+    take = BlockManager.take_outgoing
+    monkeypatch.setattr(
+        BlockManager, "take_outgoing", lambda self, most: [(seq, copies[:-1]) for seq, copies in take(self, most)]
+    )
 
 
 def reuse_a_draining_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "drain", BlockPool.free)
+    monkeypatch.setattr(BlockPool, "end_draining", lambda self, block_ids: None)
+    monkeypatch.setattr(BlockPool, "check_integrity", lambda self, tables=None, to_copy=None: None)
 
 
 def displace_equals(monkeypatch: pytest.MonkeyPatch) -> None:

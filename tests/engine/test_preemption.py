@@ -384,6 +384,7 @@ def swapped_out(manager: BlockManager, number: int) -> Sequence:
     manager.grow(seq, 2)
     seq.num_computed = 8
     manager.swap_out(seq)
+    manager.take_outgoing(2)
     manager.end_step()
     return seq
 
@@ -395,7 +396,7 @@ def test_what_came_ahead_last_is_given_up_first() -> None:
     for kept, left in ((None, first), (second, second)):
         for seq in (first, second):
             if seq.seq_id not in manager.prefetched:
-                manager.prefetch(seq)
+                manager.prefetch(seq, 2)
         manager.drop_prefetched(4, keep=kept or swapped_out(manager, 2))
         assert list(manager.prefetched.values()) == [left]
 
