@@ -1,5 +1,6 @@
 """What steps cost on this machine, as a profile for the simulator: `python -m bench.step_times --help`."""
 
+import json
 import logging
 import os
 import statistics
@@ -119,6 +120,7 @@ def step_times(
         name=file.stem if file else model,
         **fit(samples),
         swap_s=measure_swap(loaded),
+        paced_swaps=True,
         num_blocks=4096,
         num_host_blocks=4096,
         block_size=BLOCK_SIZE,
@@ -152,7 +154,7 @@ def _table(samples: Sequence[Sample], profile: Profile) -> Table:
 
 def _toml(profile: Profile) -> str:
     fields = (name for name in Profile.__slots__ if name != "name")
-    return "".join(f"{name} = {getattr(profile, name)!r}\n" for name in fields)
+    return "".join(f"{name} = {json.dumps(getattr(profile, name))}\n" for name in fields)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def paced(loaded: Any, num_rows: int, context: int, num_blocks: int, num_turns: 
     max_model_len = num_blocks * BLOCK_SIZE + context + max_tokens
     step_model, scheduler, runner = _engine(loaded, num_rows, num_all, max_model_len)
 
-    def step() -> tuple[StepRecord, float]:
+    def step() -> tuple[StepRecord, float, float]:
         began = time.perf_counter()
         plan, _ = scheduler.schedule(began)
         assert plan is not None, "there is work"
@@ -151,7 +151,7 @@ def paced(loaded: Any, num_rows: int, context: int, num_blocks: int, num_turns: 
         step_model.observe_plan(plan, time.perf_counter() - executes)
         scheduler.apply(outcome, time.perf_counter())
         assert scheduler.last_record is not None, "a step was applied"
-        return scheduler.last_record, time.perf_counter() - began
+        return scheduler.last_record, time.perf_counter() - began, sum(outcome.copy_seconds or ())
 
     for row in range(num_rows):
         scheduler.add(_request(loaded, f"row{row}", context, max_tokens, 1))
@@ -167,17 +167,20 @@ def paced(loaded: Any, num_rows: int, context: int, num_blocks: int, num_turns: 
     return _compare(turns, num_blocks)
 
 
-def _turn(step: Callable[[], tuple[StepRecord, float]], num_rows: int, num_steps: int) -> dict[str, list[Any]]:
-    """Seconds of the steps that copy out, copy in, and do neither; and how many blocks each of the first two copied."""
-    turn: dict[str, list[Any]] = {"out": [], "in": [], "without": [], "blocks": []}
+def _turn(step: Callable[[], tuple[StepRecord, float, float]], num_rows: int, num_steps: int) -> dict[str, list[Any]]:
+    """Seconds of the steps that copy out, copy in, and do neither; of the first two what they copied, and for how much
+    of their time."""
+    turn: dict[str, list[Any]] = {"out": [], "in": [], "without": [], "blocks": [], "shares": []}
     while len(turn["without"]) < num_steps:
-        record, seconds = step()
+        record, seconds, copying = step()
         # The urgent one's prompt is one token, so that its first step is like all others.
         num_tokens = record.num_decode_tokens + record.num_prefill_tokens
         assert num_tokens == num_rows, "everybody but the victim has a token"
         num_out, num_in = record.num_swap_out_blocks, record.num_swap_in_blocks
         turn["out" if num_out else "in" if num_in else "without"].append(seconds)
-        turn["blocks"] += [num_out + num_in] if num_out or num_in else []
+        if num_out or num_in:
+            turn["blocks"].append(num_out + num_in)
+            turn["shares"].append(copying / (seconds - copying))
     return turn
 
 
@@ -195,6 +198,7 @@ def _compare(turns: list[dict[str, list[Any]]], num_blocks: int) -> dict[str, An
         "ms_with": 1e3 * statistics.median(chain.from_iterable(turn["out"] + turn["in"] for turn in later)),
         "blocks_a_step": statistics.median(chain.from_iterable(turn["blocks"] for turn in later)),
         "steps_a_turn": statistics.median(len(turn["blocks"]) for turn in later),
+        "share": statistics.median(chain.from_iterable(turn["shares"] for turn in later)),
         "ratio_out": statistics.median(ratios["out"]),
         "ratio_in": statistics.median(ratios["in"]),
         "ratio": statistics.median(ratios["both"]),
@@ -243,7 +247,7 @@ def swap_cost(
         f"paced by the scheduler, a victim of {victim} blocks: {swapped['ms_with']:.1f} ms a step with copies "
         f"({swapped['blocks_a_step']:.0f} blocks), {swapped['ms_without']:.1f} without, of the same rows; "
         f"{swapped['ratio']:.2f} times as long (out {swapped['ratio_out']:.2f}, in {swapped['ratio_in']:.2f}); "
-        f"out and in take {swapped['steps_a_turn']:.0f} steps"
+        f"out and in take {swapped['steps_a_turn']:.0f} steps; copying itself is {swapped['share']:.1%} of the rest"
     )
     for name, label in (("out", "swap out"), ("back", "swap in")):
         console.print(

@@ -31,7 +31,7 @@ def engine_factory(policy: str = DEFAULT_POLICY) -> NewEngine:
             levels.tenants,
             PolicyConfig(top_class=max(levels.classes.values()), prefill_seconds=prefill_s),
         )
-        scheduler = Scheduler(scheduler_config(profile, levels), waiting, cost_model(profile), StepBudget(model))
+        scheduler = Scheduler(scheduler_config(profile, levels), waiting, cost_model(profile, model), StepBudget(model))
         quotas = Quotas(levels.tenants)
         admission = Admission(
             levels.tiers,
@@ -62,7 +62,7 @@ def scheduler_config(profile: Profile, levels: Levels) -> SchedulerConfig:
     )
 
 
-def cost_model(profile: Profile) -> CostModel:
+def cost_model(profile: Profile, model: StepModel) -> CostModel:
     """What swap and recompute cost by the profile. A recomputed token reads all the KV before it."""
 
     def prefill_s(num_tokens: int, num_before: int) -> float:
@@ -72,4 +72,5 @@ def cost_model(profile: Profile) -> CostModel:
         copy_out_seconds_per_block=profile.swap_s,
         copy_in_seconds_per_block=profile.swap_s,
         prefill_seconds=prefill_s,
+        compute_seconds=model.plan_seconds if profile.paced_swaps else None,
     )

@@ -30,6 +30,7 @@ class Profile:
     context_s: Price  # per token of KV read
     decode_s: Price  # per sequence that computes one token
     swap_s: Price  # per block copied between device and host
+    paced_swaps: bool = False  # the scheduler spreads them over steps, as on a CPU
     num_blocks: Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
     num_host_blocks: Annotated[int, Field(ge=0, le=MAX_BLOCKS)] = 0
     block_size: Count = 16  # tokens
@@ -108,6 +109,7 @@ PROFILES = {
             context_s=4.5e-6,
             decode_s=4e-3,
             swap_s=150e-6,
+            paced_swaps=True,
             num_blocks=4096,
             num_host_blocks=4096,
             max_num_seqs=64,
