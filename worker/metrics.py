@@ -83,7 +83,7 @@ class Metrics:
         self._tenants = TenantLabels(tenants, max_tenants)
         self._reply_template = reply_template
         self._model = ""
-        self._copy_seconds = (0.0, 0.0)  # per block, out and in, as the cost model has them
+        self._copy_seconds: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
         self._prefill_seconds: Callable[[int], float] = lambda num_tokens: 0.0
         self._block_bytes = 0
         self._recomputing: dict[tuple[str, int], float | None] = {}  # (request id, choice) -> when it took its seat
@@ -208,7 +208,7 @@ class Metrics:
         self,
         model: str,
         block_bytes: int = 0,
-        copy_seconds: tuple[float, float] = (0.0, 0.0),
+        copy_seconds: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         prefill_seconds: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
         """What was not known before. copy_seconds: per block, out and in, as the choice of a preemption counts them;
@@ -245,7 +245,7 @@ class Metrics:
     def _note_swaps(self, record: StepRecord, times: StepTimes) -> None:
         actual = (times.copies.swap_out, times.copies.swap_in) if times.copies is not None else (0.0, 0.0)
         counts = (record.num_swap_out_blocks, record.num_swap_in_blocks)
-        for direction, count, predicted, took in zip(("out", "in"), counts, self._copy_seconds, actual, strict=True):
+        for direction, count, predicted, took in zip(("out", "in"), counts, self._copy_seconds(), actual, strict=True):
             self._swap_blocks.labels(direction).inc(count)
             self._swap_bytes.labels(direction).inc(count * self._block_bytes)
             if count:

@@ -166,7 +166,7 @@ def build(
         metrics.model_loaded(
             loaded.name,
             config.block_size * loaded.bytes_per_token,
-            (cost.copy_out_seconds_per_block, cost.copy_in_seconds_per_block),
+            lambda: (cost.copy_out_seconds_per_block, cost.copy_in_seconds_per_block),
             lambda num_tokens: cost.prefill_seconds(num_tokens, 0),
         )
     return facts, runner, scheduler, step_model, make_admission(config, step_model, queue, scheduler.load)
@@ -236,7 +236,7 @@ def _prepare_weights(config: WorkerConfig, loaded: LoadedModel) -> None:
 
 
 def _cost_model(runner: TorchRunner | DeviceRunner, step_model: StepModel, chunk: int) -> CostModel:
-    """Copies as they are measured now, prefills as steps will show."""
+    """Copies as they are measured now, until steps show more; prefills as steps will show."""
     copy_out, copy_in = runner.measure_copies()
     log.info("copies.measured", out_us_per_block=round(copy_out * 1e6, 1), in_us_per_block=round(copy_in * 1e6, 1))
     return CostModel(

@@ -173,7 +173,7 @@ class World:
 
     def _telemetry(self, name: str) -> Telemetry:
         metrics = Metrics(name, self.settings.tiers, self.settings.tenants, self.settings.metrics_max_tenants)
-        metrics.model_loaded("fake", 64, (0.001, 0.002), lambda num_tokens: num_tokens / 1000)
+        metrics.model_loaded("fake", 64, lambda: (0.001, 0.002), lambda num_tokens: num_tokens / 1000)
         return Telemetry(metrics, Tracing(self._tracer, self.clock, "fake", step_share=1.0))
 
     def publish(

@@ -5,17 +5,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from worker.engine.outputs import ScheduledSequence
+from worker.engine.outputs import CopySeconds, ScheduledSequence
 
 # Of a step's time, for its swaps. A step with a swap may take 1.1 times as long as one without; the rest of the tenth
 # is for what the prices do not know: the copies also take from the forward what it had in the caches.
 SWAP_SHARE = 0.08
 NO_BOUND = sys.maxsize
+_PRICE_WEIGHT = 0.25  # of a step's copies against the price so far
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CostModel:
-    """Measured times, in seconds, and the weights of the comparison. Whoever measures makes a new one.
+    """Measured times, in seconds, and the weights of the comparison.
 
     A swap costs what its copy out exceeds a step (until then its blocks cannot be reused), and what its copy in exceeds
     the wait for a seat (it is issued while the victim waits). A recompute costs its prefill, less when the token budget
@@ -31,6 +32,20 @@ class CostModel:
     uncontended_share: float = 0.3  # of the prefill's time, when budget is left over
     # Seconds of a step that computes so much, where copies lengthen it: they are paced. None: they run beside it.
     compute_seconds: Callable[[Items[ScheduledSequence]], float] | None = None
+
+    def observe(self, num_out: int, num_in: int, seconds: CopySeconds) -> None:
+        """A step's copies took so long. In a step a block costs more than alone: the caches hold other things.
+
+        Beside a step, where nobody waits for them, what they take says little.
+        """
+        if self.compute_seconds is None:
+            return
+        if num_out:
+            price = seconds.swap_out / num_out
+            self.copy_out_seconds_per_block += _PRICE_WEIGHT * (price - self.copy_out_seconds_per_block)
+        if num_in:
+            price = seconds.swap_in / num_in
+            self.copy_in_seconds_per_block += _PRICE_WEIGHT * (price - self.copy_in_seconds_per_block)
 
     def most_out(self, scheduled: Items[ScheduledSequence]) -> int:
         """Blocks that a step which computes so much may copy out: at least one, so that every swap comes to its end.

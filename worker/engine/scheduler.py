@@ -82,6 +82,7 @@ class Scheduler:
         self.config = config
         self._blocks = BlockManager(config)
         self._waiting: WaitingQueue = ArrivalQueue() if waiting is None else waiting
+        self._cost = cost
         victims = VictimChooser(config, self._blocks, cost)
         self._planner = Planner(config, self._blocks, victims, self._waiting, prefill_budget, cost)
         self._running = self._planner.running
@@ -272,6 +273,8 @@ class Scheduler:
         assert flight is not None, "no step is in flight"
         assert outcome.step == flight.plan.step, f"outcome of step {outcome.step}, in flight is {flight.plan.step}"
         self._advance_clock(now)
+        if outcome.copy_seconds is not None and self._cost is not None:
+            self._cost.observe(len(flight.plan.swap_outs), len(flight.plan.swap_ins), outcome.copy_seconds)
         if outcome.failed_copies:
             self._fall_back(flight, outcome.failed_copies)
         events: list[EngineEvent] = []
