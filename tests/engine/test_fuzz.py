@@ -19,7 +19,8 @@ NUM_STEPS = 200
 class World:
     """An engine under random load, with random rules; it knows for each request what an undisturbed engine says."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_paced: bool = False) -> None:
+        """is_paced: there is room for all on the host, and swaps take many steps."""
         rng = self.random = random.Random(seed)
         self.failure_rate = rng.choice((0.0, 0.0, 0.1))
         block_size = rng.choice((1, 2, 3, 4))
@@ -27,12 +28,12 @@ class World:
             self.make_runner,
             block_size=block_size,
             num_blocks=rng.randint(12, 60) // block_size,
-            num_host_blocks=rng.choice((0, 5, 60)),
+            num_host_blocks=60 if is_paced else rng.choice((0, 5, 60)),
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.randint(1, 24),
             capacity=rng.choice(("max_util", "max_util", "waterline", "no_evict")),
-            preemption=rng.choice(("auto", "swap", "recompute")),
-            cost=rng.choice((None, self.make_cost())),
+            preemption="swap" if is_paced else rng.choice(("auto", "swap", "recompute")),
+            cost=self.make_cost(1.5) if is_paced else rng.choice((None, self.make_cost())),
             watermark=rng.choice((0.0, 0.05)),
             prefix_caching=rng.random() < 0.8,
             max_prefix_waits=rng.choice((0, 3, 16)),
@@ -50,15 +51,15 @@ class World:
 
         return Unreliable(config, vocab_size=EOS + 1)
 
-    def make_cost(self) -> CostModel:
-        """One whose answers differ from victim to victim; mostly a step has few copies, or one each way."""
-        step = self.random.choice((None, 0.0, 1.5, 2.5, 3.5))
+    def make_cost(self, num_copies: float | None = None) -> CostModel:
+        """One whose answers differ from victim to victim; num_copies: so many a step, else drawn, or without bound."""
+        num_copies = num_copies or self.random.choice((None, 1.5, 2.5, 3.5))
         return CostModel(
             copy_out_seconds_per_block=1.0,
             copy_in_seconds_per_block=1.0,
             prefill_seconds=lambda num_tokens, num_before: num_tokens * (1 + num_before % 3),
             min_swap_tokens=2,
-            compute_seconds=None if step is None else lambda _scheduled: step / SWAP_SHARE,
+            compute_seconds=None if num_copies is None else lambda _scheduled: num_copies / SWAP_SHARE,
         )
 
     def arrive(self) -> None:
@@ -129,10 +130,11 @@ def undisturbed(request: Request) -> list[tuple[list[int], str]]:
     return [(engine.tokens("alone", choice), engine.text("alone", choice)) for choice in range(request.n)]
 
 
+@pytest.mark.parametrize("is_paced", [False, True])
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_random_load(seed: int) -> None:
+def test_random_load(seed: int, is_paced: bool) -> None:
     """Integrity holds after every change; everything ends; preemption and disturbances never change a token."""
-    world = World(seed)
+    world = World(seed, is_paced=is_paced)
     for _ in range(NUM_STEPS):
         if len(world.requests) < NUM_STEPS // 6:
             world.disturb()

@@ -8,6 +8,7 @@ from tests.engine.builders import Engine, make_request
 from worker.engine import planner
 from worker.engine.block_manager import BlockManager
 from worker.engine.block_pool import BlockPool
+from worker.engine.cost import CostModel
 from worker.engine.fakes import FakeRunner
 from worker.engine.outputs import BlockCopy, StepOutcome, StepPlan
 from worker.engine.preemption import VictimChooser
@@ -151,6 +152,101 @@ def test_forgetting_what_is_owed_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     engine.add(make_request("high", prompt=range(100, 128), priority_class=1, max_tokens=2))
     with pytest.raises(AssertionError, match="I1: 12 blocks owed, 6 free now or soon"):
         engine.step(in_flight=engine.scheduler.check_integrity)
+
+
+def paced_run() -> None:
+    """Long ones of a low class, and urgent ones that take their seats for some steps; a block each way in a step."""
+    prices = {"copy_out_seconds_per_block": 1.0, "copy_in_seconds_per_block": 1.0, "prefill_seconds": lambda n, _: n}
+    cost = CostModel(**prices, compute_seconds=lambda _scheduled: 0.0)
+    limits = {"num_blocks": 40, "num_host_blocks": 60, "max_num_batched_tokens": 64, "max_num_seqs": 3}
+    engine = Engine(**limits, preemption="swap", prefix_caching=False, cost=cost)
+    expected = Engine(num_blocks=400, max_num_batched_tokens=200, prefix_caching=False)
+    for number in range(30):
+        if number % 5 < 2:
+            fields = {"prompt": range(100 * number, 100 * number + 26), "max_tokens": 40}
+        else:
+            fields = {"prompt": range(100 * number, 100 * number + 3), "max_tokens": 3 + number % 4}
+        request = make_request(f"r{number}", priority_class=int(number % 5 > 1), **fields)
+        engine.add(request)
+        expected.add(request)
+        for _ in range(3):
+            engine.step()
+    engine.run()
+    expected.run()
+    for record in engine.records:
+        copies = (record.num_swap_out_blocks, record.num_swap_in_blocks)
+        is_paced = record.num_decode_tokens + record.num_prefill_tokens > 0
+        assert not is_paced or max(copies) <= 1, f"a step copies {copies} blocks"
+    for number in range(30):
+        assert engine.tokens(f"r{number}") == expected.tokens(f"r{number}")
+
+
+def copy_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CostModel, "_most", lambda self, scheduled, taken, price: 1000)
+
+
+def reuse_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_step = BlockManager.end_step
+
+    def broken(self: BlockManager) -> None:
+        end_step(self)
+        for block_id in list(self.device._draining):
+            del self.device._draining[block_id]
+            self.device._put_back(block_id)
+        self.device._num_copies.clear()
+
+    monkeypatch.setattr(BlockManager, "end_step", broken)
+
+
+def go_out_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: BlockManager, most: int) -> list[tuple[Sequence, list[BlockCopy]]]:
+        for seq in self._outgoing.values():
+            first = len(seq.host_block_ids) - len(seq.out_block_ids)
+            copies = list(map(BlockCopy, seq.out_block_ids[:most], seq.host_block_ids[first:]))
+            del seq.out_block_ids[:most]
+            self._outgoing_now += [copy.source for copy in copies]
+            return [(seq, copies)]
+        return []
+
+    monkeypatch.setattr(BlockManager, "take_outgoing", broken)
+
+
+def forget_what_the_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = BlockManager.settle
+
+    def broken(self: BlockManager, seq: Sequence) -> None:
+        settle(self, seq)
+        seq.out_block_ids = []
+
+    monkeypatch.setattr(BlockManager, "settle", broken)
+
+
+def come_in_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: BlockManager, seq: Sequence) -> bool:
+        missing = self.target_blocks(seq) - len(seq.block_ids) + self.watermark
+        return self.num_to_restore(seq) > 0 and missing <= min(self.room, self.device.num_free)
+
+    monkeypatch.setattr(BlockManager, "can_prefetch", broken)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "complaint"),
+    [
+        (copy_all_at_once, "a step copies"),
+        (reuse_before_the_copy, "P5"),
+        (go_out_from_the_beginning, "turned round|corrupt"),
+        (forget_what_the_host_lacks, "corrupt"),
+        (come_in_too_soon, "I3|being filled|corrupt"),
+    ],
+)
+def test_a_broken_rule_of_paced_swaps_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Swaps that take many steps, one rule of theirs broken; with the rules in force the same run passes."""
+    paced_run()
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=complaint):
+        paced_run()
 
 
 def paused_run() -> None:

@@ -1,14 +1,16 @@
 """Preemption in the real worker's engine: real blocks move, and nobody sees it in the tokens."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from schemas.reasons import FinishReason
 from tests.engine.builders import make_config, make_request
 from tests.model.plan_driver import GREEDY
 from tests.model.reference import random_prompts
 from worker.engine.cost import CostModel
-from worker.engine.outputs import FinishEvent, SamplingParams, StepRecord, TokenEvent
+from worker.engine.outputs import FinishEvent, SamplingParams, StepPlan, StepRecord, TokenEvent
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler
 from worker.model.loader import LoadedModel, load_model
@@ -17,6 +19,9 @@ from worker.model.runner import TorchRunner
 COST = CostModel(
     copy_out_seconds_per_block=1e-4, copy_in_seconds_per_block=1e-4, prefill_seconds=lambda n, before: n * 1e-3
 )
+
+# One log probability of these requests is 1.5e-4 off when each runs alone, without any preemption.
+_SMALL_BATCHES = 1e-3
 
 
 # By request number: greedy, drawn, and drawn with all that depends on what was generated before.
@@ -50,12 +55,25 @@ def requests(model: LoadedModel) -> list[Request]:
     ]
 
 
+def paced_cost() -> CostModel:
+    """A step copies one block out and one in. What it learns of prices changes nothing."""
+    return replace(COST, compute_seconds=lambda _scheduled: 0.0)
+
+
 def run(
-    model: LoadedModel, late_step: int = 12, everything: list[Request] | None = None, **limits: object
+    model: LoadedModel,
+    late_step: int = 12,
+    everything: list[Request] | None = None,
+    cost: CostModel = COST,
+    disturb: Callable[[Scheduler, StepPlan | None], None] = lambda scheduler, plan: None,
+    **limits: object,
 ) -> tuple[dict, list[StepRecord], list[FinishEvent]]:
-    """SampledTokens per (request, choice), step records and ends; the urgent requests arrive at `late_step`."""
+    """SampledTokens per (request, choice), step records and ends; the urgent requests arrive at `late_step`.
+
+    disturb: called before each step (plan: None) and while it is in flight.
+    """
     config = make_config(**limits, max_model_len=model.max_model_len)
-    scheduler = Scheduler(config, cost=COST)
+    scheduler = Scheduler(config, cost=cost)
     runner = TorchRunner(
         model,
         config.num_blocks,
@@ -73,9 +91,12 @@ def run(
         if step == late_step:
             for request in everything[8:]:
                 scheduler.add(request)
+        disturb(scheduler, None)
         plan, events = scheduler.schedule(float(step))
         if plan is not None:
-            events = events + scheduler.apply(runner.execute(plan), float(step))
+            outcome = runner.execute(plan)
+            disturb(scheduler, plan)
+            events = events + scheduler.apply(outcome, float(step))
             records.append(scheduler.last_record)
         scheduler.check_integrity()
         for event in events:
@@ -83,6 +104,7 @@ def run(
                 tokens.setdefault((event.request_id, event.choice), []).append(event.token)
             else:
                 ends.append(event)
+    assert scheduler.stats().num_host_blocks_used == scheduler.stats().num_blocks_used == 0
     return tokens, records, ends
 
 
@@ -105,16 +127,64 @@ def test_row_38_preemption_is_invisible_in_tokens_and_log_probabilities(mode: st
     assert_same_tokens(tokens, calm)
 
 
-def assert_same_tokens(tokens: dict, calm: dict) -> None:
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_swaps_of_a_block_a_step_are_invisible(prefix_caching: bool):
+    """Out and in, a block each in a step that computes something: the tokens of an undisturbed run."""
+    model = load_model("tiny")
+    calm, _, _ = run(model, num_blocks=400, block_size=16, max_num_seqs=16, max_num_batched_tokens=512)
+    tight = {"num_blocks": 30, "block_size": 16, "max_num_seqs": 6, "max_num_batched_tokens": 96}
+    tight |= {"num_host_blocks": 60, "preemption": "swap", "prefix_caching": prefix_caching}
+    tokens, records, _ = run(model, cost=paced_cost(), **tight)
+    assert sum(p.mode == "swap" for record in records for p in record.preempted) >= 3
+    computing = [record for record in records if record.num_decode_tokens + record.num_prefill_tokens]
+    assert max(record.num_swap_out_blocks for record in computing) == 1
+    assert max(record.num_swap_in_blocks for record in computing) == 1
+    assert sum(record.num_swap_out_blocks for record in records) > 10
+    assert sum(record.num_swap_in_blocks for record in records) > 10
+    assert_same_tokens(tokens, calm, tolerance=_SMALL_BATCHES)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("way", ["out", "in ahead", "in"])
+def test_one_is_cancelled_half_way(way: str, in_flight: bool):
+    """In the middle of its way, between two steps or during one: all others say what they say undisturbed."""
+    model = load_model("tiny")
+    calm, _, _ = run(model, num_blocks=400, block_size=16, max_num_seqs=16, max_num_batched_tokens=512)
+    tight = {"num_blocks": 60, "block_size": 16, "max_num_seqs": 6, "max_num_batched_tokens": 96}
+    tight |= {"num_host_blocks": 60, "preemption": "swap", "prefix_caching": False}
+    cancelled: list[str] = []
+
+    def disturb(scheduler: Scheduler, plan: StepPlan | None) -> None:
+        blocks = scheduler._blocks
+        outgoing = [s for s in blocks._outgoing.values() if 0 < len(s.out_block_ids) < len(s.host_block_ids) - 1]
+        ahead = [s for s in blocks.prefetched.values() if len(s.block_ids) > 1 and blocks.num_to_restore(s) > 1]
+        seated = [s for s in scheduler.seated if len(s.block_ids) > 1 and blocks.num_to_restore(s) > 1]
+        half_way = {"out": outgoing, "in ahead": ahead, "in": seated}[way]
+        if half_way and not cancelled and in_flight == (plan is not None):
+            cancelled.append(half_way[0].request.request_id)
+            scheduler.cancel(cancelled[0], FinishReason.CANCELLED)
+
+    look_ahead = {"look_ahead": 0} if way == "in" else {}
+    tokens, _, _ = run(model, cost=paced_cost(), disturb=disturb, **tight, **look_ahead)
+    assert len(cancelled) == 1
+    others = {key: own for key, own in calm.items() if key[0] != cancelled[0]}
+    assert_same_tokens(
+        {key: own for key, own in tokens.items() if key[0] != cancelled[0]}, others, tolerance=_SMALL_BATCHES
+    )
+    for key, own in tokens.items():
+        assert [t.token_id for t in own] == [t.token_id for t in calm[key]][: len(own)]
+
+
+def assert_same_tokens(tokens: dict, calm: dict, tolerance: float = 1e-4) -> None:
     """Log probabilities differ by what other batches do to float32 sums."""
     assert {key: [t.token_id for t in own] for key, own in tokens.items()} == {
         key: [t.token_id for t in own] for key, own in calm.items()
     }
     for key, own in calm.items():
         for mine, theirs in zip(tokens[key], own, strict=True):
-            assert mine.logprob == (theirs.logprob and pytest.approx(theirs.logprob, abs=1e-4))
+            assert mine.logprob == (theirs.logprob and pytest.approx(theirs.logprob, abs=tolerance))
             assert [i for i, _ in mine.top] == [i for i, _ in theirs.top]
-            assert [x for _, x in mine.top] == pytest.approx([x for _, x in theirs.top], abs=1e-4)
+            assert [x for _, x in mine.top] == pytest.approx([x for _, x in theirs.top], abs=tolerance)
 
 
 @pytest.mark.parametrize("num_accepted", [1, 7, 24, 25])

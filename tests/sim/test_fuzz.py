@@ -63,13 +63,19 @@ def test_the_same_seed_is_the_same_world():
 
 
 def test_worlds_have_every_kind_of_trouble(monkeypatch: pytest.MonkeyPatch):
-    """Seeds have preemption by swap and by recompute, failed copies, cached prefixes, pauses, claimed turns, requests
-    held back by a quota, and every way to end."""
+    """Seeds have preemption by swap and by recompute, swaps on their way out and in between two steps, failed copies,
+    cached prefixes, pauses, claimed turns, requests held back by a quota, and every way to end."""
     ends: set[tuple[FinishReason, ErrorCode | None]] = set()
     totals = dict.fromkeys(("total_swaps", "total_recomputes", "total_failed_copies", "total_cached_tokens"), 0)
     others: Counter[str] = Counter()
 
     class Recorder(Checker):
+        def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+            blocks = scheduler._blocks
+            others["out"] += any(seq.out_block_ids for seq in blocks._outgoing.values())
+            others["in ahead"] += any(map(blocks.num_to_restore, blocks.prefetched.values()))
+            others["in"] += any(map(blocks.num_to_restore, scheduler.seated))
+
         def event(self, entry: Entry, event: TokenEvent | FinishEvent, now: float) -> None:
             if isinstance(event, FinishEvent):
                 ends.add((event.reason, event.error))
@@ -96,7 +102,8 @@ def test_worlds_have_every_kind_of_trouble(monkeypatch: pytest.MonkeyPatch):
     assert all(totals.values()), totals
     errors = {(FinishReason.ERROR, ErrorCode.INTERNAL), (FinishReason.ERROR, ErrorCode.EXCEEDS_KV_CAPACITY)}
     assert ends == errors | {(reason, None) for reason in FinishReason if reason is not FinishReason.ERROR}
-    assert min(others[name] for name in ("_pauses", "take", "_hold_back")) > 0, others
+    kinds = ("_pauses", "take", "_hold_back", "out", "in ahead", "in")
+    assert min(others[name] for name in kinds) > 0, others
 
 
 def equal_victim(monkeypatch: pytest.MonkeyPatch) -> None:
