@@ -180,7 +180,7 @@ class StepRecord:
     finished: tuple[str, ...]  # request ids whose last choice left its seat after this step
     seats_by_lane: dict[str, int]
     preempted: tuple[Preemption, ...] = ()
-    # Request ids with a seat and no token: budget taken by a higher class, blocks draining.
+    # Request ids with a seat and no token: budget taken by a higher class, blocks draining, KV coming in.
     paused: tuple[str, ...] = ()
     num_budget_left: int = 0  # tokens that the step could still have had: 0, and the waiting wait for budget
     num_swap_out_blocks: int = 0
