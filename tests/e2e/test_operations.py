@@ -20,6 +20,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from schemas.connection import KafkaConnection
 from schemas.records import Tokens
+from service.broker import EmbeddedBroker
 from service.client import Client
 from service.kafka import TopicAdmin
 from service.lane_status import ServiceStatus, read_status
@@ -103,6 +104,35 @@ async def first_tokens_of(bootstrap: str, topics: list[str], worker: str) -> lis
         return list(found.values())
     finally:
         await consumer.stop()
+
+
+@pytest.mark.broker
+async def test_an_answer_behind_a_long_one_is_not_open(broker: EmbeddedBroker, tmp_path: Path):
+    """On the embedded broker, which keeps no done map: what has been answered is neither listed nor in the lag, also
+    when its caller has deleted the reply topic."""
+    arguments = ("--lane-prefix", "behind.", "--max-num-seqs", "4")
+    worker = WorkerProcess(broker.bootstrap, tmp_path / "worker.log", *arguments)
+    async with Client(broker.bootstrap, lane_prefix="behind.") as client:
+        await create_topics(KafkaConnection(bootstrap=broker.bootstrap), lane_prefix="behind.", partitions=1)
+        await asyncio.to_thread(worker.start)
+        long = client.stream(prompt="Once", max_tokens=1900, ignore_eos=True, tier="standard")
+        running = asyncio.create_task(long.completion())
+        try:
+            await until(lambda: long.ttft is not None, "the long one runs")
+            async with Client(broker.bootstrap, lane_prefix="behind.") as other:  # deletes its topics when it leaves
+                for _ in range(3):
+                    await other.complete(prompt="Once", max_tokens=3, ignore_eos=True, tier="standard")
+
+            async def only_the_long_one() -> bool:
+                found = await status_of(broker.bootstrap, "behind.")
+                assert not {r.state for r in found.requests} & {"waiting", "caller gone"}
+                return [r.state for r in found.requests] == ["running"] and sum(lane.lag for lane in found.lanes) == 1
+
+            await until(only_the_long_one, "the answered ones are done")
+            assert not running.done(), "the long one was not long enough"
+        finally:
+            running.cancel()
+            worker.end()
 
 
 @pytest.mark.kafka

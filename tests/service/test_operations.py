@@ -12,20 +12,38 @@ from typing import Any
 import msgpack
 import pytest
 import structlog
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.structs import OffsetAndMetadata
 from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from schemas.codec import ContentType
 from schemas.connection import KafkaConnection
 from schemas.dead_letters import dead_letter_headers
 from schemas.reasons import FinishReason
-from schemas.records import Begin, Cancel, End, InputRef, ReplyRecord, Tokens, decode_control, encode_reply, event_of
+from schemas.records import (
+    Begin,
+    Cancel,
+    End,
+    InputRef,
+    ReplyRecord,
+    Tokens,
+    UsageRecord,
+    decode_control,
+    encode_reply,
+    encode_usage,
+    event_of,
+)
 from service.broker import EmbeddedBroker
 from service.cli import app
 from service.dead_letters import Position
 from service.errors import NotAuthorized
 from service.kafka import TopicAdmin, TopicSpec
+from service.lane_status import _OpenOffsets
+from service.reply_logs import TopicLog, read_reply_logs
+from service.topic_reader import TopicReader
 from service.topics import create_topics
 
 SOURCE = InputRef("prompts.standard", 2, 7, 1000)
@@ -72,6 +90,21 @@ class Cluster:
                     await producer.send_and_wait(topic, **record)
 
         asyncio.run(main())
+
+    def commit(self, topic: str, partition: int, offset: int, metadata: str) -> None:
+        """As a worker of the lane does."""
+        asyncio.run(self.committing(topic, partition, offset, metadata))
+
+    async def committing(self, topic: str, partition: int, offset: int, metadata: str) -> None:
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.connection.bootstrap, group_id=f"carousel.{topic}", enable_auto_commit=False
+        )
+        await consumer.start()
+        try:
+            consumer.assign([TopicPartition(topic, partition)])
+            await consumer.commit({TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)})
+        finally:
+            await consumer.stop()
 
     def write_log(self, request_id: str, *records: ReplyRecord, age: float = 0.0, topic: str | None = None) -> str:
         """Creates a reply topic with these records, `age` seconds old."""
@@ -278,6 +311,62 @@ def test_status_tells_lag_age_and_open_requests(cluster: Cluster) -> None:
     assert "waiting" not in shown
 
 
+def request(request_id: str, topic: str, **more: Any) -> dict[str, Any]:
+    """A record of a lane, for Cluster.send."""
+    pairs = [("correlation_id", request_id.encode()), ("reply_to", topic.encode())]
+    return {"value": msgpack.packb({"prompt": "x"}), "headers": pairs} | more
+
+
+def usage_of(source: InputRef) -> dict[str, Any]:
+    """A record of the usage topic, for Cluster.send."""
+    record = UsageRecord("acme", "standard", "tiny", b"x", source, FinishReason.STOP, 1, 1, 0, 0.0, 1.0, 1)
+    return {"value": encode_usage(record), "headers": [("content-type", ContentType.MSGPACK.encode())]}
+
+
+@pytest.mark.broker
+def test_status_knows_what_was_answered_out_of_order(cluster: Cluster) -> None:
+    """A broker that keeps no done map: usage records tell which requests above the commit have been answered."""
+    lane = f"{cluster.lane_prefix}standard"
+    names = ["long", "answered", "next", "answered too", "last"]
+    cluster.create(*(f"{cluster.reply_prefix}{name}" for name in ("long", "next", "last")))
+    cluster.send(lane, *(request(name, f"{cluster.reply_prefix}{name}", partition=1) for name in names))
+    cluster.commit(lane, 1, 0, "1:")
+    cluster.send("usage", {"value": b"garbage"}, *(usage_of(InputRef(lane, 1, offset, 0)) for offset in (1, 3)))
+    found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
+    assert [each["correlation_id"] for each in found["requests"]] == ["long", "next", "last"]
+    assert {each["lane"]: each["lag"] for each in found["lanes"]} == {"standard": 3, "interactive": 0, "batch": 0}
+
+
+@pytest.mark.broker
+def test_status_forgets_what_is_answered_while_it_looks(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer's reply topic is deleted before it is read: the request is neither waiting nor without a caller."""
+    lane = f"{cluster.lane_prefix}standard"
+    cluster.create(f"{cluster.reply_prefix}answered", f"{cluster.reply_prefix}waiting")
+    cluster.send(lane, *(request(n, f"{cluster.reply_prefix}{n}", partition=1) for n in ("answered", "waiting")))
+    cluster.commit(lane, 1, 0, "1:")
+
+    async def read(reader: TopicReader, topics: set[str], prefix: str) -> dict[str, TopicLog]:
+        async with TopicAdmin(cluster.connection) as admin:
+            await admin.delete([f"{cluster.reply_prefix}answered"])
+        await cluster.committing(lane, 1, 1, "1:")
+        return await read_reply_logs(reader, topics, prefix)
+
+    monkeypatch.setattr("service.lane_status.read_reply_logs", read)
+    found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
+    assert [(each["correlation_id"], each["state"]) for each in found["requests"]] == [("waiting", "waiting")]
+
+
+@given(st.sets(st.integers(0, 12)), st.integers(0, 12), st.sets(st.integers(0, 15)))
+def test_what_is_open_without_what_is_done(known: set[int], rest: int, done: set[int]) -> None:
+    """As plain sets have it, and no offset is counted twice."""
+    before = _OpenOffsets(frozenset(offset for offset in known if offset < rest), rest, 12)
+    expected = {offset for offset in range(16) if offset in before} - done
+    after = before.without(done)
+    assert {offset for offset in range(16) if offset in after} == expected
+    assert after.count == len(expected)
+    assert not expected or after.first == min(expected)
+
+
 @pytest.mark.broker
 def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
     """A redriven record is back on its lane with the key, value and headers that its producer gave it."""
@@ -319,8 +408,6 @@ def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
 
 
 def read_lane(cluster: Cluster, topic: str) -> list[Any]:
-    from service.topic_reader import TopicReader
-
     async def main() -> list[Any]:
         async with TopicReader(cluster.connection) as reader:
             bounds = await reader.bounds((await reader.topics())[topic])
