@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import time
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 from schemas.codec import ContentType
 from schemas.connection import KafkaConnection
 from schemas.dead_letters import dead_letter_headers
+from schemas.null_value import NULL, serialised
 from schemas.reasons import FinishReason
 from schemas.records import (
     Begin,
@@ -87,7 +89,8 @@ class Cluster:
         async def main() -> None:
             async with self._producer() as producer:
                 for record in records:
-                    await producer.send_and_wait(topic, **record)
+                    value = NULL if record["value"] is None else record["value"]
+                    await producer.send_and_wait(topic, **record | {"value": value})
 
         asyncio.run(main())
 
@@ -128,7 +131,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
-        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap)
+        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap, value_serializer=serialised)
         await producer.start()
         try:
             yield producer
@@ -405,6 +408,57 @@ def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
     assert done.stdout == f"redriven 0:0 to {lane}\n"
     (record,) = read_lane(cluster, lane)
     assert (record.key, record.value, list(record.headers)) == (b"k", value, own)
+
+
+GZIPPED = gzip.compress(b"no request")
+ODD_RECORDS: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]] = [
+    (None, b"{ not JSON", []),
+    (b"k\x00\xff", bytes(range(256)), [("correlation_id", b"a"), ("x", b"\xff\x00")]),
+    (b"", b"", [("reply_to", b"replies.a"), ("reply_to", b"replies.b"), ("empty", b""), ("null", None)]),
+    (b"k", msgpack.packb([1, {"prompt": "x"}]), [("content-type", b"text/plain")]),
+    (b"k", GZIPPED[:-4], [("content-encoding", b"gzip"), ("dlq_reason", b"its own"), ("truncated_from", b"its own")]),
+    (b"k", None, []),
+    (None, None, [("reply_to", b"replies.a"), ("dlq_message", b"its own")]),
+]
+
+
+@pytest.mark.broker
+def test_a_redriven_record_has_the_bytes_that_it_had(cluster: Cluster) -> None:
+    """Whatever they are: no JSON, no map, compressed, empty, null, no headers, several of one name, some like ours."""
+    lane = f"{cluster.lane_prefix}batch"
+    source = InputRef(lane, 0, 41, 1_700_000_000_000)
+    for key, value, headers in ODD_RECORDS:
+        letter = dead_letter_headers(headers, source, "internal", "m", f"00-{'1' * 32}-{'2' * 16}-01")  # type: ignore[arg-type]
+        cluster.send(f"{cluster.lane_prefix}dlq", {"key": key, "value": value, "headers": letter})
+    positions = [f"0:{offset}" for offset in range(len(ODD_RECORDS))]
+    for position in positions:
+        assert cluster.carousel("dlq", "show", position).exit_code == 0
+    done = cluster.carousel("dlq", "redrive", *positions)
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
+    records = read_lane(cluster, lane)
+    found = [(record.key, record.value, list(record.headers)) for record in records]
+    assert sorted(found, key=repr) == sorted(ODD_RECORDS, key=repr)
+
+
+@pytest.mark.broker
+def test_what_is_not_all_there_is_not_redriven(cluster: Cluster) -> None:
+    """A worker has cut it, or found nothing in it: a sentence says which, also without --yes; nothing is published."""
+    source = InputRef(f"{cluster.lane_prefix}batch", 0, 41, 0)
+    ours = dead_letter_headers([("correlation_id", b"a")], source, "internal", "m")
+    cuts = [[("truncated_from", b"9")], [("truncated_key_from", b"8"), ("truncated_headers_from", b"7")]]
+    letters = [{"value": b"x", "headers": [*ours, *cut]} for cut in cuts]
+    nothing = {"value": None, "headers": dead_letter_headers([], source, "reply_to_missing", "m")}
+    cluster.send(f"{cluster.lane_prefix}dlq", {"value": b"x", "headers": ours}, *letters, nothing)
+    words = [
+        "0:1 did not fit on the dead-letter topic, and is not all there: its value had 9 bytes",
+        "0:2 did not fit on the dead-letter topic, and is not all there: its key had 8 bytes, its headers had 7 bytes",
+        "0:3 holds nothing: the record was empty, or could not even be read",
+    ]
+    for offset, sentence in enumerate(words, 1):
+        refused = cluster.carousel("dlq", "redrive", "0:0", f"0:{offset}")
+        assert (refused.exit_code, refused.stdout, refused.stderr) == (1, "", f"carousel: {sentence}\n")
+    assert words[0] in cluster.carousel("dlq", "redrive", "--all").stderr
+    assert read_lane(cluster, source.topic) == []
 
 
 def read_lane(cluster: Cluster, topic: str) -> list[Any]:
