@@ -1,23 +1,36 @@
-"""Readers of a live page's events: python -m bench.viewers PORT NUMBER. Imports little, so that it starts at once."""
+"""Readers of a live page's events, which come and go: python -m bench.viewers PORT NUMBER.
 
+Reads commands, one a line: `open`, and all look on; `close`, and none does. Ends with its input. Imports little, so
+that it starts at once.
+"""
+
+import contextlib
+import socket
 import sys
 import threading
-import urllib.request
+
+REQUEST = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n"
 
 
 def main() -> None:
     port, number = map(int, sys.argv[1:])
+    connections: list[socket.socket] = []
+    for line in sys.stdin:
+        for connection in connections:
+            with contextlib.suppress(OSError):  # the page has ended it
+                connection.shutdown(socket.SHUT_RDWR)
+        connections = []
+        if line == "open\n":
+            connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+            for connection in connections:
+                threading.Thread(target=_look, args=(connection,), daemon=True).start()
 
-    def read() -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/events") as response:
-            while response.read1(1 << 20):
-                pass
 
-    threads = [threading.Thread(target=read) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _look(connection: socket.socket) -> None:
+    with connection:
+        connection.sendall(REQUEST)
+        while connection.recv(1 << 20):
+            pass
 
 
 if __name__ == "__main__":

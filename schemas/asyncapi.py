@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from schemas.codec import ContentType
+from schemas.dead_letters import CUT_HEADERS, CUT_KEY, CUT_VALUE
 from schemas.headers import (
     CORRELATION_ID_NAMES,
     REPLY_PARTITION_NAMES,
@@ -244,6 +245,9 @@ def _dead_letter_headers() -> Schema:
             "kafka_dlt-original-timestamp": {"type": "string", "description": "8-byte big-endian integer"},
             "kafka_dlt-exception-message": text,
             "traceparent": {**text, "description": "the record's own, or the worker's where it has none"},
+            CUT_VALUE: {**text, "description": "bytes of the value, where it did not fit and its end is missing"},
+            CUT_KEY: {**text, "description": "bytes of the key, where it did not fit and is missing"},
+            CUT_HEADERS: {**text, "description": "bytes of the headers, where they did not fit and some are missing"},
         },
         ["dlq_reason", "dlq_message"],
     )

@@ -16,6 +16,9 @@ DEAD_LETTER_HEADERS = (
     "kafka_dlt-exception-message",
 )
 
+# What a worker adds after them where the record did not fit as it was: how many bytes the cut part had.
+CUT_VALUE, CUT_KEY, CUT_HEADERS = "truncated_from", "truncated_key_from", "truncated_headers_from"
+
 
 def dead_letter_headers(
     headers: Sequence[tuple[str, bytes]], source: InputRef, reason: str, message: str, traceparent: str | None = None

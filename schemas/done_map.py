@@ -1,6 +1,7 @@
 """What a worker commits beside an offset: which records above it are open, the others being done (protocol.md 6).
 
 Ascending offsets as differences in base 36. Not part of the wire contract; workers and `carousel status` share it.
+A worker commits one with every offset, also where all is done: a commit without tells that this broker keeps none.
 Standard library only.
 """
 

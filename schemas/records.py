@@ -349,6 +349,15 @@ def encode_usage(record: UsageRecord, content_type: ContentType = ContentType.MS
     return encode_map(record.to_fields(), content_type)
 
 
+def decode_usage_input(headers: Sequence[tuple[str, bytes]], value: bytes | None) -> InputRef:
+    """Of which request record a usage record says that it was answered. Raises ProtocolError."""
+    try:
+        content_type = ContentType((dict(headers).get("content-type") or ContentType.MSGPACK.encode()).decode())
+        return _input_ref(decode_map(value, content_type, REPLY_LIMITS).get("input"))
+    except (ValueError, DecodeError) as error:
+        raise ProtocolError(f"usage: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Ends a request, wherever it is: waiting, running, swapped out or not yet arrived."""

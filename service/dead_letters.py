@@ -9,15 +9,16 @@ from aiokafka.errors import KafkaError
 
 from schemas.codec import ContentType, decode_map
 from schemas.connection import KafkaConnection
-from schemas.dead_letters import DEAD_LETTER_HEADERS
+from schemas.dead_letters import CUT_HEADERS, CUT_KEY, CUT_VALUE, DEAD_LETTER_HEADERS
 from schemas.errors import DecodeError
 from schemas.headers import CORRELATION_ID_NAMES
+from schemas.null_value import NULL, serialised
 from schemas.topics import control_topic, dlq_topic
 from service.errors import LaneMissing, PublishFailed, ServiceError
 from service.kafka import start_producer, stop_producer
 from service.topic_reader import TopicReader
 
-_TRUNCATED = "truncated_from"
+_PARTS = {CUT_VALUE: "value", CUT_KEY: "key", CUT_HEADERS: "headers"}
 
 
 class NoSuchDeadLetter(ServiceError):
@@ -55,7 +56,7 @@ class DeadLetter:
     at_ms: int
     key: bytes | None
     value: bytes | None
-    headers: tuple[tuple[str, bytes], ...]
+    headers: tuple[tuple[str, bytes | None], ...]
 
     def header(self, name: str) -> bytes | None:
         return dict(self.headers).get(name)
@@ -75,11 +76,21 @@ class DeadLetter:
         return next((self.text(name) for name in CORRELATION_ID_NAMES if self.header(name) is not None), "")
 
     @property
-    def original_headers(self) -> list[tuple[str, bytes]]:
+    def original_headers(self) -> list[tuple[str, bytes | None]]:
         """What the producer wrote: everything before the worker's headers."""
+        return list(self.headers[: self._num_original])
+
+    @property
+    def cut(self) -> dict[str, str]:
+        """What of the record did not fit, and is not all here: part -> how many bytes it had."""
+        ours = self.headers[self._num_original :]
+        return {_PARTS[name]: (value or b"").decode(errors="replace") for name, value in ours if name in _PARTS}
+
+    @property
+    def _num_original(self) -> int:
         names = [name for name, _ in self.headers]
-        first = len(names) - names[::-1].index(DEAD_LETTER_HEADERS[0]) - 1 if DEAD_LETTER_HEADERS[0] in names else None
-        return list(self.headers[:first])
+        begins = DEAD_LETTER_HEADERS[0]  # the last one: the producer may have written what is called so, too
+        return len(names) - names[::-1].index(begins) - 1 if begins in names else len(names)
 
     def to_fields(self) -> dict[str, Any]:
         return {
@@ -137,16 +148,22 @@ async def read_dead_letters(
     return found
 
 
-async def redrive(connection: KafkaConnection, letters: Sequence[DeadLetter], *, lane_prefix: str) -> None:
-    """Publishes records again where they came from, with the key, value and headers that they had.
+async def redrive(
+    connection: KafkaConnection, letters: Sequence[DeadLetter], *, lane_prefix: str, dry: bool = False
+) -> None:
+    """Publishes records again where they came from, with the key, value and headers that they had, byte for byte.
 
-    Raises NotRedrivable, before anything is published, and PublishFailed, BrokerUnavailable, NotAuthorized.
+    dry: only sees whether it could. Raises NotRedrivable, before anything is published, and PublishFailed,
+    BrokerUnavailable, NotAuthorized.
     """
     async with TopicReader(connection) as reader:
         topics = set(await reader.topics())
     for letter in letters:
         _check_redrivable(letter, topics, lane_prefix)
-    producer = await start_producer(connection, linger_ms=0, max_request_size=16 * 2**20, request_timeout_ms=10_000)
+    if dry:
+        return
+    options = {"linger_ms": 0, "max_request_size": 16 * 2**20, "request_timeout_ms": 10_000}
+    producer = await start_producer(connection, value_serializer=serialised, **options)
     try:
         for letter in letters:
             await _publish(producer, letter)
@@ -161,16 +178,18 @@ def _check_redrivable(letter: DeadLetter, topics: set[str], lane_prefix: str) ->
         raise NotRedrivable(f"{letter.position} did not come from a lane {lane_prefix}*, but from {topic or 'nowhere'}")
     if topic not in topics:
         raise NotRedrivable(f"{letter.position} came from {topic}, which does not exist any more")
-    if letter.header(_TRUNCATED) is not None:
-        raise NotRedrivable(f"{letter.position} was too large for the dead-letter topic: a part of it is missing")
-    if not letter.value:
-        raise NotRedrivable(f"{letter.position} holds no value: it was empty, or could not even be read")
+    if letter.cut:
+        parts = ", ".join(f"its {part} had {num_bytes} bytes" for part, num_bytes in letter.cut.items())
+        raise NotRedrivable(f"{letter.position} did not fit on the dead-letter topic, and is not all there: {parts}")
+    if letter.key is None and letter.value is None and not letter.original_headers:
+        raise NotRedrivable(f"{letter.position} holds nothing: the record was empty, or could not even be read")
 
 
 async def _publish(producer: AIOKafkaProducer, letter: DeadLetter) -> None:
     topic = letter.text("kafka_dlt-original-topic")
     try:
-        await producer.send_and_wait(topic, letter.value, key=letter.key, headers=letter.original_headers)
+        value = NULL if letter.value is None else letter.value
+        await producer.send_and_wait(topic, value, key=letter.key, headers=letter.original_headers)
     except KafkaError as error:
         raise PublishFailed(f"{topic} did not take {letter.position}: {error!r}") from error
 

@@ -1,25 +1,30 @@
 """What the service is doing, read from Kafka alone: lanes, workers, the oldest requests that are not done."""
 
+import contextlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka.errors import TopicAuthorizationFailedError
 
 from schemas.connection import KafkaConnection
 from schemas.done_map import decode_done_map
-from schemas.errors import RequestError, Unanswerable
+from schemas.errors import ProtocolError, RequestError, Unanswerable
 from schemas.headers import ReplyAddress, read_reply_address, read_request_headers
-from schemas.records import InputRef
+from schemas.records import InputRef, decode_usage_input
 from schemas.reply_log import ReplyLog
-from schemas.topics import control_topic, dlq_topic
+from schemas.topics import USAGE_TOPIC, control_topic, dlq_topic
 from service.errors import LaneMissing
 from service.reply_logs import TopicLog, read_reply_logs
 from service.topic_reader import TopicReader
 
+_MAX_USAGE = 10_000  # records of a partition of it that are read, the last ones
 _CLIENT_PREFIX = "carousel-worker-"  # of a worker's consumers: PREFIX worker - tier
 
 
@@ -33,6 +38,9 @@ class RequestState(StrEnum):
     GONE = "caller gone"  # its reply topic does not exist
     UNANSWERABLE = "unanswerable"  # it names no usable reply log
     BROKEN = "broken log"  # somebody has written into its reply log what does not belong there
+
+
+_VANISHED = (RequestState.WAITING, RequestState.GONE)  # what a request looks like whose reply topic has been deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +103,33 @@ async def read_status(
         lanes = _lanes(topics, lane_prefix)
         if not lanes:
             raise LaneMissing(f"no lanes {lane_prefix}* at {connection.bootstrap}; `carousel topics create` makes them")
+        groups = {group_prefix + lane_prefix + lane: partitions for lane, partitions in lanes.items()}
+        accounts = topics.get(USAGE_TOPIC, [])
+        open_offsets = await _open_offsets(reader, groups, accounts)
         statuses, workers, undone = [], _Workers(), list[ConsumerRecord]()
         for lane, partitions in lanes.items():
             topic = lane_prefix + lane
             members = await reader.members(group_prefix + topic)
             workers.add(lane, members)
-            open_offsets = await _open_offsets(reader, group_prefix + topic, partitions)
-            oldest = await _oldest(reader, open_offsets, max(1, max_requests))
+            of_lane = {partition: open_offsets[partition] for partition in partitions}
+            oldest = await _oldest(reader, of_lane, max(1, max_requests))
             undone += oldest
             statuses.append(
                 LaneStatus(
                     lane=lane,
                     topic=topic,
                     num_partitions=len(partitions),
-                    lag=sum(each.count for each in open_offsets.values()),
+                    lag=sum(each.count for each in of_lane.values()),
                     oldest_age_s=_age_s(oldest[0].timestamp) if oldest else None,
                     num_workers=len(members),
                 )
             )
         undone = sorted(undone, key=lambda record: record.timestamp)[:max_requests]
-        requests = await _look_up(reader, undone, topics, lane_prefix, reply_prefix)
+        requests = await _look_up(reader, undone, lane_prefix, reply_prefix)
+        if any(request.state in _VANISHED for request in requests):
+            # It may have been answered since the first look, and its caller have deleted the reply topic.
+            open_offsets = await _open_offsets(reader, groups, accounts)
+            requests = [r for r in requests if r.state not in _VANISHED or _is_open(r, lane_prefix, open_offsets)]
     return ServiceStatus(tuple(statuses), workers.found(), tuple(requests))
 
 
@@ -160,19 +175,56 @@ class _OpenOffsets:
     def __contains__(self, offset: int) -> bool:
         return offset in self.known or self.rest <= offset < self.end
 
+    def without(self, done: AbstractSet[int]) -> "_OpenOffsets":
+        """What is still open when these are done as well."""
+        rest = max((offset + 1 for offset in done if self.rest <= offset < self.end), default=self.rest)
+        return _OpenOffsets(self.known.union(range(self.rest, rest)) - done, rest, self.end)
+
 
 async def _open_offsets(
-    reader: TopicReader, group: str, partitions: list[TopicPartition]
+    reader: TopicReader, groups: Mapping[str, list[TopicPartition]], accounts: list[TopicPartition]
 ) -> dict[TopicPartition, _OpenOffsets]:
-    commits, bounds = await reader.committed(group, partitions), await reader.bounds(partitions)
-    found = {}
-    for partition, (begin, end) in bounds.items():
-        commit = commits.get(partition)
-        position = begin if commit is None else max(begin, commit.offset)
-        *known, rest = decode_done_map(position, commit.metadata if commit is not None else "") or [position]
-        # Between two requests of ours a worker may have committed beyond the end that we know.
-        found[partition] = _OpenOffsets(frozenset(o for o in known if o < end), min(rest, end), end)
+    """Of all lanes, by their groups. accounts: the partitions of the usage topic.
+
+    Where a broker keeps no done map, the records above the commit that were answered are those that usage records
+    speak of: they are written before their input is done (protocol.md 5.9).
+    """
+    found, mapless = {}, list[TopicPartition]()
+    for group, partitions in groups.items():
+        commits, bounds = await reader.committed(group, partitions), await reader.bounds(partitions)
+        for partition, (begin, end) in bounds.items():
+            commit = commits.get(partition)
+            position = begin if commit is None else max(begin, commit.offset)
+            *known, rest = decode_done_map(position, commit.metadata if commit is not None else "") or [position]
+            # Between two requests of ours a worker may have committed beyond the end that we know.
+            found[partition] = _OpenOffsets(frozenset(o for o in known if o < end), min(rest, end), end)
+            if commit is not None and not commit.metadata and position < end:
+                mapless.append(partition)
+    if mapless:
+        answered = await _answered(reader, accounts)
+        found |= {partition: found[partition].without(answered[partition]) for partition in mapless}
     return found
+
+
+async def _answered(reader: TopicReader, accounts: list[TopicPartition]) -> dict[TopicPartition, set[int]]:
+    """The offsets of the request records that the last usage records speak of; none where they may not be read."""
+    found: dict[TopicPartition, set[int]] = defaultdict(set)
+    try:
+        bounds = await reader.bounds(accounts)
+        async for record in reader.records(
+            {p: (max(begin, end - _MAX_USAGE), end) for p, (begin, end) in bounds.items()}
+        ):
+            with contextlib.suppress(ProtocolError):
+                source = decode_usage_input(record.headers, record.value)
+                found[TopicPartition(source.topic, source.partition)].add(source.offset)
+    except TopicAuthorizationFailedError:
+        return defaultdict(set)
+    return found
+
+
+def _is_open(request: OpenRequest, lane_prefix: str, open_offsets: Mapping[TopicPartition, _OpenOffsets]) -> bool:
+    partition = TopicPartition(lane_prefix + request.lane, request.partition)
+    return request.offset in open_offsets[partition]
 
 
 async def _oldest(
@@ -195,7 +247,6 @@ async def _oldest(
 async def _look_up(
     reader: TopicReader,
     records: list[ConsumerRecord],
-    topics: Mapping[str, list[TopicPartition]],
     lane_prefix: str,
     reply_prefix: str,
 ) -> list[OpenRequest]:
@@ -206,6 +257,8 @@ async def _look_up(
             addresses.append(read_reply_address(record.headers, source, reply_prefixes=(reply_prefix,)))
         except Unanswerable:
             addresses.append(None)
+    # As late as can be: a reply topic that is gone when it is read is created anew by the embedded broker.
+    topics = await reader.topics() if records else {}
     ours = {a.topic for a in addresses if a is not None and a.per_request and a.topic in topics}
     logs = await read_reply_logs(reader, ours, reply_prefix)
     found = []

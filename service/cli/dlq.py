@@ -80,10 +80,11 @@ def show(
 
     async def main() -> None:
         (letter,) = await read_dead_letters(connection, [asked], lane_prefix=lane_prefix)
+        body, raw = letter.body(), None if letter.value is None else printable(letter.value).plain
         fields = letter.to_fields() | {
             "headers": [[name, _readable(name, value)] for name, value in letter.headers],
             "key": None if letter.key is None else printable(letter.key).plain,
-            "value": letter.body() if letter.body() is not None else printable(letter.value or b"").plain,
+            "value": raw if body is None else body,
         }
         if as_json:
             typer.echo(json.dumps(fields, indent=1, default=repr))
@@ -114,7 +115,8 @@ def redrive_(
 
     For records that can be served now: the fault was the worker's and is mended, or the reply topic exists by now. A
     caller who has been told of the error stays told: the answer has ended, and a second attempt finds that. The dead
-    letter stays where it is, since Kafka's records do; redriving it twice publishes it twice.
+    letter stays where it is, since Kafka's records do; redriving it twice publishes it twice. What did not fit on the
+    dead-letter topic as it was, or could not even be read, is refused, and nothing is published.
 
     Examples: `carousel dlq redrive 0:17 0:18`, `carousel dlq redrive --all --reason internal --yes`
     """
@@ -129,8 +131,7 @@ def redrive_(
             letters = await list_dead_letters(connection, lane_prefix=lane_prefix, limit=_MOST, reason=reason)
         else:
             letters = await read_dead_letters(connection, asked, lane_prefix=lane_prefix)
-        if not every or yes:
-            await redrive(connection, letters, lane_prefix=lane_prefix)
+        await redrive(connection, letters, lane_prefix=lane_prefix, dry=every and not yes)
         for letter in letters:
             verb = "redriven" if not every or yes else "would redrive"
             typer.echo(f"{verb} {letter.position} to {printable(letter.text('kafka_dlt-original-topic'))}")

@@ -4,11 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from aiokafka import TopicPartition
 
 from schemas.codec import ContentType
+from schemas.connection import KafkaConnection
 from schemas.headers import ReplyAddress
 from schemas.reasons import FinishReason
 from schemas.records import Begin, End, InputRef, ReplyRecord, Tokens
+from service.topic_reader import TopicReader
 from tests.contract.brokers import DELETION, ERRORS, NODES, Cluster, fresh
 from worker.transport.kafka_connections import KafkaConnections
 from worker.transport.kafka_replies import KafkaReplies
@@ -178,10 +181,14 @@ async def test_t29_a_log_goes_on_under_another_producer(
 
 
 async def test_dead_letters_without_anything(cluster: Cluster, replies: KafkaReplies):
-    """A record without key and value, and one that is too large, can be put on the DLQ."""
+    """A record without key and value can be put on the DLQ and has none there, and so can one that is too large."""
     topic = fresh("dlq")
     await cluster.create(topic)
     assert await replies.publish(topic, None, None, [("dlq_reason", b"x")])
+    assert await replies.publish(topic, b"", b"", [("dlq_reason", b"x")])
+    async with TopicReader(KafkaConnection(bootstrap=cluster.bootstrap)) as reader:
+        records = [r async for r in reader.records({TopicPartition(topic, 0): (0, 2)})]
+    assert [(r.key, r.value, r.headers) for r in records] == [(x, x, (("dlq_reason", b"x"),)) for x in (None, b"")]
     assert await replies.publish(topic, b"k", b"x" * 2_000_000, [("dlq_reason", b"x")])
 
 

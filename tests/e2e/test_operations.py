@@ -11,18 +11,23 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from schemas.connection import KafkaConnection
+from schemas.null_value import NULL, serialised
 from schemas.records import Tokens
+from service.broker import EmbeddedBroker
 from service.client import Client
+from service.dead_letters import DeadLetter, NotRedrivable, list_dead_letters, redrive
 from service.kafka import TopicAdmin
 from service.lane_status import ServiceStatus, read_status
+from service.topic_reader import TopicReader
 from service.topics import create_topics
 from tests.e2e.test_survival import LANES, read_all
 from tests.e2e.workers import WorkerProcess, producing
@@ -103,6 +108,79 @@ async def first_tokens_of(bootstrap: str, topics: list[str], worker: str) -> lis
         return list(found.values())
     finally:
         await consumer.stop()
+
+
+@pytest.mark.broker
+async def test_an_answer_behind_a_long_one_is_not_open(broker: EmbeddedBroker, tmp_path: Path):
+    """On the embedded broker, which keeps no done map: what has been answered is neither listed nor in the lag, also
+    when its caller has deleted the reply topic."""
+    arguments = ("--lane-prefix", "behind.", "--max-num-seqs", "4")
+    worker = WorkerProcess(broker.bootstrap, tmp_path / "worker.log", *arguments)
+    async with Client(broker.bootstrap, lane_prefix="behind.") as client:
+        await create_topics(KafkaConnection(bootstrap=broker.bootstrap), lane_prefix="behind.", partitions=1)
+        await asyncio.to_thread(worker.start)
+        long = client.stream(prompt="Once", max_tokens=1900, ignore_eos=True, tier="standard")
+        running = asyncio.create_task(long.completion())
+        try:
+            await until(lambda: long.ttft is not None, "the long one runs")
+            async with Client(broker.bootstrap, lane_prefix="behind.") as other:  # deletes its topics when it leaves
+                for _ in range(3):
+                    await other.complete(prompt="Once", max_tokens=3, ignore_eos=True, tier="standard")
+
+            async def only_the_long_one() -> bool:
+                found = await status_of(broker.bootstrap, "behind.")
+                assert not {r.state for r in found.requests} & {"waiting", "caller gone"}
+                return [r.state for r in found.requests] == ["running"] and sum(lane.lag for lane in found.lanes) == 1
+
+            await until(only_the_long_one, "the answered ones are done")
+            assert not running.done(), "the long one was not long enough"
+        finally:
+            running.cancel()
+            worker.end()
+
+
+ODD_RECORDS: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]] = [
+    (b"k\xff", b"{ not JSON", []),
+    (None, bytes(range(256)), [("correlation_id", b"\xff"), ("empty", b""), ("null", None), ("empty", b"2")]),
+    (b"", zlib.compress(b"x")[:-2], [("reply_to", b"__consumer_offsets"), ("dlq_reason", b"its own")]),
+    (b"k", None, []),
+    (None, None, [("tenant", b"acme")]),
+    (b"", b"", [("content-type", b"?")]),
+]
+
+
+@pytest.mark.broker
+async def test_dead_letters_go_back_as_they_came(broker: EmbeddedBroker, tmp_path: Path):
+    """From a lane through a worker to the DLQ and back by `redrive`: the same bytes. What had to be cut is refused."""
+    arguments = ("--lane-prefix", "back.", "--max-record-bytes", "20000")
+    connection = KafkaConnection(bootstrap=broker.bootstrap)
+    await create_topics(connection, lane_prefix="back.", partitions=1)
+    lane = TopicPartition("back.standard", 0)
+    large = [(b"k" * 30_000, b"x", []), (None, b"x" * 30_000, []), (None, b"x", [("h", b"x" * 30_000)])]
+    letters: list[DeadLetter] = []
+
+    async def buried(number: int) -> bool:
+        letters[:] = await list_dead_letters(connection, lane_prefix="back.", limit=100)
+        return len(letters) == number
+
+    async with (
+        TopicReader(connection) as reader,
+        AIOKafkaProducer(bootstrap_servers=broker.bootstrap, value_serializer=serialised) as producer,
+    ):
+        with WorkerProcess(broker.bootstrap, tmp_path / "worker.log", *arguments) as worker:
+            for key, value, headers in [*ODD_RECORDS, *large]:
+                await producer.send_and_wait(lane.topic, NULL if value is None else value, key=key, headers=headers)
+            await until(lambda: buried(len(ODD_RECORDS) + len(large)), "all of them are dead letters")
+            worker.stop()
+        letters.sort(key=lambda letter: letter.source)  # a worker has many in hand at once
+        for letter, part in zip(letters[-3:], ("key", "value", "headers"), strict=True):
+            with pytest.raises(NotRedrivable, match=f"is not all there: its {part} had 30[0-9]* bytes"):
+                await redrive(connection, [letter], lane_prefix="back.")
+        await redrive(connection, letters[:-3], lane_prefix="back.")
+        begin, end = (await reader.bounds([lane]))[lane]
+        records = [(r.key, r.value, list(r.headers)) async for r in reader.records({lane: (begin, end)})]
+    assert records[: len(ODD_RECORDS)] == ODD_RECORDS
+    assert records[len(ODD_RECORDS) + len(large) :] == ODD_RECORDS
 
 
 @pytest.mark.kafka

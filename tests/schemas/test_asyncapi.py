@@ -10,7 +10,7 @@ from jsonschema import Draft7Validator
 
 from schemas.asyncapi import document
 from schemas.codec import ContentType, decode_map, encode_map
-from schemas.dead_letters import dead_letter_headers
+from schemas.dead_letters import CUT_HEADERS, CUT_KEY, CUT_VALUE, dead_letter_headers
 from schemas.headers import (
     CORRELATION_ID_NAMES,
     REPLY_PARTITION_NAMES,
@@ -137,7 +137,8 @@ def test_every_header_is_in_it() -> None:
     address = read_reply_address([("kafka_correlationId", b"x")], SOURCE)
     assert {name for name, _ in write_reply_headers(address, "end", "x")} <= header_names("end")
     assert "traceparent" not in header_names("tokens")
-    assert header_names("deadLetter") == {name for name, _ in dead_letter_headers([], SOURCE, "x", "y", "z")}
+    letter = {name for name, _ in dead_letter_headers([], SOURCE, "x", "y", "z")}
+    assert header_names("deadLetter") == letter | {CUT_VALUE, CUT_KEY, CUT_HEADERS}
 
 
 def test_channels_and_replies_are_those_of_the_service() -> None:

@@ -30,6 +30,7 @@ from schemas.records import (
     UsageRecord,
     decode_control,
     decode_reply,
+    decode_usage_input,
     encode_cancel,
     encode_reply,
     encode_usage,
@@ -205,6 +206,25 @@ def test_a_usage_record_says_what_a_request_cost() -> None:
         "input": ["prompts.standard", 3, 17, 1_700_000_000_000], "finish_reason": "stop", "prompt_tokens": 1,
         "completion_tokens": 2, "cached_tokens": 0, "queued_ms": 1.0, "total_ms": 2.0, "at_ms": 3,
     }  # fmt: skip
+
+
+def test_a_usage_record_says_which_request_was_answered() -> None:
+    """`input` of either form; what is none raises ProtocolError."""
+    record = UsageRecord("t", "batch", "m", b"abc", SOURCE, FinishReason.STOP, 1, 2, 0, 1.0, 2.0, 3)
+    for content_type in ContentType:
+        headers = [("content-type", content_type.encode())]
+        assert decode_usage_input(headers, encode_usage(record, content_type)) == SOURCE
+    assert decode_usage_input([], encode_usage(record)) == SOURCE
+    for headers, value in (
+        ([], None),
+        ([], b"garbage"),
+        ([], encode_map({"v": 1}, ContentType.MSGPACK)),
+        ([], encode_map({"input": ["t", 1]}, ContentType.MSGPACK)),
+        ([("content-type", b"text/plain")], encode_usage(record)),
+        ([("content-type", b"\xff")], encode_usage(record)),
+    ):
+        with pytest.raises(ProtocolError):
+            decode_usage_input(headers, value)
 
 
 def test_dead_letters_keep_their_headers_and_say_where_they_came_from() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import time
@@ -12,20 +13,39 @@ from typing import Any
 import msgpack
 import pytest
 import structlog
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.structs import OffsetAndMetadata
 from click.testing import Result
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from schemas.codec import ContentType
 from schemas.connection import KafkaConnection
 from schemas.dead_letters import dead_letter_headers
+from schemas.null_value import NULL, serialised
 from schemas.reasons import FinishReason
-from schemas.records import Begin, Cancel, End, InputRef, ReplyRecord, Tokens, decode_control, encode_reply, event_of
+from schemas.records import (
+    Begin,
+    Cancel,
+    End,
+    InputRef,
+    ReplyRecord,
+    Tokens,
+    UsageRecord,
+    decode_control,
+    encode_reply,
+    encode_usage,
+    event_of,
+)
 from service.broker import EmbeddedBroker
 from service.cli import app
 from service.dead_letters import Position
 from service.errors import NotAuthorized
 from service.kafka import TopicAdmin, TopicSpec
+from service.lane_status import _OpenOffsets
+from service.reply_logs import TopicLog, read_reply_logs
+from service.topic_reader import TopicReader
 from service.topics import create_topics
 
 SOURCE = InputRef("prompts.standard", 2, 7, 1000)
@@ -69,9 +89,25 @@ class Cluster:
         async def main() -> None:
             async with self._producer() as producer:
                 for record in records:
-                    await producer.send_and_wait(topic, **record)
+                    value = NULL if record["value"] is None else record["value"]
+                    await producer.send_and_wait(topic, **record | {"value": value})
 
         asyncio.run(main())
+
+    def commit(self, topic: str, partition: int, offset: int, metadata: str) -> None:
+        """As a worker of the lane does."""
+        asyncio.run(self.committing(topic, partition, offset, metadata))
+
+    async def committing(self, topic: str, partition: int, offset: int, metadata: str) -> None:
+        consumer = AIOKafkaConsumer(
+            bootstrap_servers=self.connection.bootstrap, group_id=f"carousel.{topic}", enable_auto_commit=False
+        )
+        await consumer.start()
+        try:
+            consumer.assign([TopicPartition(topic, partition)])
+            await consumer.commit({TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)})
+        finally:
+            await consumer.stop()
 
     def write_log(self, request_id: str, *records: ReplyRecord, age: float = 0.0, topic: str | None = None) -> str:
         """Creates a reply topic with these records, `age` seconds old."""
@@ -95,7 +131,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
-        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap)
+        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap, value_serializer=serialised)
         await producer.start()
         try:
             yield producer
@@ -278,6 +314,62 @@ def test_status_tells_lag_age_and_open_requests(cluster: Cluster) -> None:
     assert "waiting" not in shown
 
 
+def request(request_id: str, topic: str, **more: Any) -> dict[str, Any]:
+    """A record of a lane, for Cluster.send."""
+    pairs = [("correlation_id", request_id.encode()), ("reply_to", topic.encode())]
+    return {"value": msgpack.packb({"prompt": "x"}), "headers": pairs} | more
+
+
+def usage_of(source: InputRef) -> dict[str, Any]:
+    """A record of the usage topic, for Cluster.send."""
+    record = UsageRecord("acme", "standard", "tiny", b"x", source, FinishReason.STOP, 1, 1, 0, 0.0, 1.0, 1)
+    return {"value": encode_usage(record), "headers": [("content-type", ContentType.MSGPACK.encode())]}
+
+
+@pytest.mark.broker
+def test_status_knows_what_was_answered_out_of_order(cluster: Cluster) -> None:
+    """A broker that keeps no done map: usage records tell which requests above the commit have been answered."""
+    lane = f"{cluster.lane_prefix}standard"
+    names = ["long", "answered", "next", "answered too", "last"]
+    cluster.create(*(f"{cluster.reply_prefix}{name}" for name in ("long", "next", "last")))
+    cluster.send(lane, *(request(name, f"{cluster.reply_prefix}{name}", partition=1) for name in names))
+    cluster.commit(lane, 1, 0, "1:")
+    cluster.send("usage", {"value": b"garbage"}, *(usage_of(InputRef(lane, 1, offset, 0)) for offset in (1, 3)))
+    found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
+    assert [each["correlation_id"] for each in found["requests"]] == ["long", "next", "last"]
+    assert {each["lane"]: each["lag"] for each in found["lanes"]} == {"standard": 3, "interactive": 0, "batch": 0}
+
+
+@pytest.mark.broker
+def test_status_forgets_what_is_answered_while_it_looks(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer's reply topic is deleted before it is read: the request is neither waiting nor without a caller."""
+    lane = f"{cluster.lane_prefix}standard"
+    cluster.create(f"{cluster.reply_prefix}answered", f"{cluster.reply_prefix}waiting")
+    cluster.send(lane, *(request(n, f"{cluster.reply_prefix}{n}", partition=1) for n in ("answered", "waiting")))
+    cluster.commit(lane, 1, 0, "1:")
+
+    async def read(reader: TopicReader, topics: set[str], prefix: str) -> dict[str, TopicLog]:
+        async with TopicAdmin(cluster.connection) as admin:
+            await admin.delete([f"{cluster.reply_prefix}answered"])
+        await cluster.committing(lane, 1, 1, "1:")
+        return await read_reply_logs(reader, topics, prefix)
+
+    monkeypatch.setattr("service.lane_status.read_reply_logs", read)
+    found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
+    assert [(each["correlation_id"], each["state"]) for each in found["requests"]] == [("waiting", "waiting")]
+
+
+@given(st.sets(st.integers(0, 12)), st.integers(0, 12), st.sets(st.integers(0, 15)))
+def test_what_is_open_without_what_is_done(known: set[int], rest: int, done: set[int]) -> None:
+    """As plain sets have it, and no offset is counted twice."""
+    before = _OpenOffsets(frozenset(offset for offset in known if offset < rest), rest, 12)
+    expected = {offset for offset in range(16) if offset in before} - done
+    after = before.without(done)
+    assert {offset for offset in range(16) if offset in after} == expected
+    assert after.count == len(expected)
+    assert not expected or after.first == min(expected)
+
+
 @pytest.mark.broker
 def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
     """A redriven record is back on its lane with the key, value and headers that its producer gave it."""
@@ -318,9 +410,58 @@ def test_dead_letters_are_listed_shown_and_redriven(cluster: Cluster) -> None:
     assert (record.key, record.value, list(record.headers)) == (b"k", value, own)
 
 
-def read_lane(cluster: Cluster, topic: str) -> list[Any]:
-    from service.topic_reader import TopicReader
+GZIPPED = gzip.compress(b"no request")
+ODD_RECORDS: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]] = [
+    (None, b"{ not JSON", []),
+    (b"k\x00\xff", bytes(range(256)), [("correlation_id", b"a"), ("x", b"\xff\x00")]),
+    (b"", b"", [("reply_to", b"replies.a"), ("reply_to", b"replies.b"), ("empty", b""), ("null", None)]),
+    (b"k", msgpack.packb([1, {"prompt": "x"}]), [("content-type", b"text/plain")]),
+    (b"k", GZIPPED[:-4], [("content-encoding", b"gzip"), ("dlq_reason", b"its own"), ("truncated_from", b"its own")]),
+    (b"k", None, []),
+    (None, None, [("reply_to", b"replies.a"), ("dlq_message", b"its own")]),
+]
 
+
+@pytest.mark.broker
+def test_a_redriven_record_has_the_bytes_that_it_had(cluster: Cluster) -> None:
+    """Whatever they are: no JSON, no map, compressed, empty, null, no headers, several of one name, some like ours."""
+    lane = f"{cluster.lane_prefix}batch"
+    source = InputRef(lane, 0, 41, 1_700_000_000_000)
+    for key, value, headers in ODD_RECORDS:
+        letter = dead_letter_headers(headers, source, "internal", "m", f"00-{'1' * 32}-{'2' * 16}-01")  # type: ignore[arg-type]
+        cluster.send(f"{cluster.lane_prefix}dlq", {"key": key, "value": value, "headers": letter})
+    positions = [f"0:{offset}" for offset in range(len(ODD_RECORDS))]
+    for position in positions:
+        assert cluster.carousel("dlq", "show", position).exit_code == 0
+    done = cluster.carousel("dlq", "redrive", *positions)
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
+    records = read_lane(cluster, lane)
+    found = [(record.key, record.value, list(record.headers)) for record in records]
+    assert sorted(found, key=repr) == sorted(ODD_RECORDS, key=repr)
+
+
+@pytest.mark.broker
+def test_what_is_not_all_there_is_not_redriven(cluster: Cluster) -> None:
+    """A worker has cut it, or found nothing in it: a sentence says which, also without --yes; nothing is published."""
+    source = InputRef(f"{cluster.lane_prefix}batch", 0, 41, 0)
+    ours = dead_letter_headers([("correlation_id", b"a")], source, "internal", "m")
+    cuts = [[("truncated_from", b"9")], [("truncated_key_from", b"8"), ("truncated_headers_from", b"7")]]
+    letters = [{"value": b"x", "headers": [*ours, *cut]} for cut in cuts]
+    nothing = {"value": None, "headers": dead_letter_headers([], source, "reply_to_missing", "m")}
+    cluster.send(f"{cluster.lane_prefix}dlq", {"value": b"x", "headers": ours}, *letters, nothing)
+    words = [
+        "0:1 did not fit on the dead-letter topic, and is not all there: its value had 9 bytes",
+        "0:2 did not fit on the dead-letter topic, and is not all there: its key had 8 bytes, its headers had 7 bytes",
+        "0:3 holds nothing: the record was empty, or could not even be read",
+    ]
+    for offset, sentence in enumerate(words, 1):
+        refused = cluster.carousel("dlq", "redrive", "0:0", f"0:{offset}")
+        assert (refused.exit_code, refused.stdout, refused.stderr) == (1, "", f"carousel: {sentence}\n")
+    assert words[0] in cluster.carousel("dlq", "redrive", "--all").stderr
+    assert read_lane(cluster, source.topic) == []
+
+
+def read_lane(cluster: Cluster, topic: str) -> list[Any]:
     async def main() -> list[Any]:
         async with TopicReader(cluster.connection) as reader:
             bounds = await reader.bounds((await reader.topics())[topic])

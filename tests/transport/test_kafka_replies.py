@@ -187,6 +187,7 @@ async def test_t19_a_record_too_large_is_not_sent(connections: FakeConnections, 
     publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k", b"x" * 20_000, []))
     while not connections.sends:
         await asyncio.sleep(0)
+    assert connections.sent[-1]["headers"] == [("truncated_from", b"20000")]
     connections.acknowledge()
     assert await publishing
 
@@ -197,18 +198,22 @@ async def test_t19_a_dead_letter_of_large_headers_is_cut(
 ):
     """One that is huge, or many: what we added ourselves stays, and the record fits."""
     ours = [(f"dlq_{i}", b"why") for i in range(8)]
+    num_bytes = sum(
+        len(name.encode()) + len(value) for name, value in [*headers, *ours, ("truncated_key_from", b"20000")]
+    )
+    cut = [("truncated_key_from", b"20000"), ("truncated_headers_from", str(num_bytes).encode())]
     publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k" * 20_000, b"body", [*headers, *ours]))
     while not connections.sends:
         await asyncio.sleep(0)
     sent = connections.sent[-1]
-    assert sent["headers"][-8:] == ours
+    assert sent["headers"][-10:] == [*ours, *cut]
     assert len(sent["value"]) + sum(len(n.encode()) + len(v) for n, v in sent["headers"]) < 10_000
     connections.acknowledge()
     assert await publishing
 
 
 async def test_t19_a_dead_letter_of_a_large_key_has_none(connections: FakeConnections, replies: KafkaReplies):
-    """Its headers and its value stay, whatever they are."""
+    """Its headers and its value stay, whatever they are, and one more says what is missing."""
     for headers in ([], [("h", b"x")]):
         publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k" * 20_000, b"body", headers))
         count = len(connections.sends)
@@ -218,7 +223,7 @@ async def test_t19_a_dead_letter_of_a_large_key_has_none(connections: FakeConnec
             "value": b"body",
             "key": None,
             "partition": None,
-            "headers": headers,
+            "headers": [*headers, ("truncated_key_from", b"20000")],
         }
         connections.acknowledge()
         assert await publishing

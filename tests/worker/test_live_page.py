@@ -1,4 +1,7 @@
-"""The live page in a real browser: under load, with preemptions, wide and narrow, by keyboard and without motion."""
+"""The live page in a real browser: under load, with preemptions, wide and narrow, by keyboard and without motion.
+
+What each test looked at stays behind in SCREENSHOTS until the next run.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ from worker.health_server import serving_health
 from worker.live import live_routes, worker_feed
 
 pytestmark = pytest.mark.browser
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 
 
@@ -24,12 +28,21 @@ def page() -> Iterator[Page]:
         yield opened
 
 
+def _keep(page: Page, name: str) -> Path:
+    """The page as it is now, in place of the last run's picture of that name."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    path = SCREENSHOTS / f"{name}.png"
+    path.unlink(missing_ok=True)
+    page.screenshot(path)
+    return path
+
+
 async def _shown(show: Showing, look: Callable[[str], None]) -> None:
     await asyncio.to_thread(look, f"http://127.0.0.1:{show.port}/")
 
 
 @pytest.mark.parametrize(("width", "height", "dark"), [(1280, 800, False), (390, 844, True)])
-async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, dark: bool):
+async def test_under_load(page: Page, width: int, height: int, dark: bool):
     """256 seats and 8,192 blocks: it turns, shows a preemption, fits the width, and the console has no complaint."""
 
     def look(url: str) -> None:
@@ -38,7 +51,7 @@ async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, d
         page.until("document.body.dataset.snapshots > 4")
         before = page.value("document.querySelector('#turning').style.transform")
         page.until("document.querySelector('.displaced') !== null", "a preemption")
-        page.screenshot(tmp_path / f"live-{width}.png")
+        assert _keep(page, f"live-{width}").stat().st_size > 20_000
         assert page.value("document.querySelectorAll('#turning g').length") == 256
         assert page.value("document.querySelectorAll('#turning .taken').length") == 256
         page.until(f"document.querySelector('#turning').style.transform !== '{before}'", "it turns")
@@ -62,8 +75,6 @@ async def test_under_load(page: Page, tmp_path: Path, width: int, height: int, d
     async with Showing().running() as show:
         await show.load(batch=250, interactive=12)
         await _shown(show, look)
-    assert (tmp_path / f"live-{width}.png").stat().st_size > 20_000
-    print(f"screenshot: {tmp_path}/live-{width}.png")
 
 
 async def test_keyboard_and_screen_reader(page: Page):
@@ -82,6 +93,7 @@ async def test_keyboard_and_screen_reader(page: Page):
         assert page.value("document.querySelector('[aria-selected=true]').id") == "seat7"
         page.value("document.querySelector('#d-seats').open = true")
         page.until("document.querySelectorAll('#t-seats tbody tr').length === 8")
+        _keep(page, "live-keyboard")
         roles = page.roles()
         assert len(roles["option"]) == 8
         assert any(name.startswith("seat 3: batch-") for name in roles["option"])
@@ -111,6 +123,7 @@ async def test_reduced_motion_and_pause(page: Page):
         seen = page.value("document.body.dataset.snapshots")
         page.value("new Promise((done) => setTimeout(done, 800))")
         assert page.value("document.body.dataset.snapshots") == seen
+        _keep(page, "live-paused-390")
         page.value("document.querySelector('#pause').click()")
         page.until(f"document.body.dataset.snapshots > {seen}")
         assert page.problems == []
@@ -129,6 +142,7 @@ async def test_what_a_caller_wrote_is_text(page: Page):
         page.value("document.querySelector('#d-seats').open = true")
         page.until("document.querySelectorAll('#t-seats tbody tr').length === 1")
         assert HOSTILE in page.value("document.querySelector('#t-seats').textContent")
+        _keep(page, "live-hostile-text")
         assert page.value("document.querySelectorAll('img').length") == 0
         assert page.value("document.title") == "Carousel"
 
@@ -146,6 +160,7 @@ async def test_a_worker_that_goes(page: Page):
         await asyncio.to_thread(page.load, f"http://127.0.0.1:{port}/")
         await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")
     await asyncio.to_thread(page.until, "document.querySelector('#state').textContent.startsWith('not connected')")
+    await asyncio.to_thread(_keep, page, "live-not-connected")
     routes = live_routes(worker_feed(show.snapshots, show.health, loop))
     with serving_health(show.health, "127.0.0.1", port, routes):
         await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")

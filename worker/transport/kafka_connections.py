@@ -30,6 +30,7 @@ from aiokafka.structs import OffsetAndMetadata, PartitionMetadata
 from schemas import connection as settings
 from schemas.connection import KafkaConnection
 from schemas.log_consumer import LogConsumer
+from schemas.null_value import serialised
 from schemas.reachability import why_unreachable
 
 STOP_S = 5.0
@@ -125,6 +126,7 @@ class KafkaConnections:
             "retry_backoff_ms": NEW_TOPIC_BACKOFF_MS,
             "request_timeout_ms": self._request_timeout_ms,
             "max_request_size": 16 * 2**20,
+            "value_serializer": serialised,
         }
         if self.idempotent:
             producer = AIOKafkaProducer(**options, enable_idempotence=True)

@@ -18,8 +18,10 @@ from aiokafka.errors import (
 )
 from aiokafka.partitioner import murmur2
 
+from schemas.dead_letters import CUT_HEADERS, CUT_KEY, CUT_VALUE
 from schemas.headers import ReplyAddress, write_reply_headers
 from schemas.log_consumer import LogConsumer
+from schemas.null_value import NULL
 from schemas.records import ReplyRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
 from worker.transport.kafka_connections import KafkaConnections, has_died
@@ -120,16 +122,15 @@ class KafkaReplies:
                     task.cancel()  # nothing, where it has ended by itself
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
+        if key is not None and _size(key, b"", headers) > self._max_record_bytes:
+            headers, key = [*headers, _cut_from(CUT_KEY, len(key))], None
         if _size(key, b"", headers) > self._max_record_bytes:
-            key = None
-        if _size(key, b"", headers) > self._max_record_bytes:
-            headers = _cut(headers, self._max_record_bytes // 2)
+            num_bytes = sum(len(name.encode()) + len(value or b"") for name, value in headers)
+            headers = [*_cut(headers, self._max_record_bytes // 2), _cut_from(CUT_HEADERS, num_bytes)]
         room = self._max_record_bytes - _size(key, b"", headers)
         if value is not None and len(value) > room:
-            headers = [*headers, ("truncated_from", str(len(value)).encode())]
+            headers = [*headers, _cut_from(CUT_VALUE, len(value))]
             value = value[: max(0, room - 64)]
-        if key is None and value is None:
-            value = b""  # aiokafka writes no record without both
         try:
             return await self._append(topic, None, key, value, headers) is not None
         except RecordTooLarge as e:  # this topic's limit is below ours: an operator may lift it
@@ -148,7 +149,7 @@ class KafkaReplies:
         self._ended.discard(topic)
         try:
             acknowledged = await producer.send_and_wait(
-                topic, value, key=key, partition=partition, headers=list(headers)
+                topic, NULL if value is None else value, key=key, partition=partition, headers=list(headers)
             )
         except TopicAuthorizationFailedError as e:
             raise ReplyUnauthorised(topic) from e
@@ -282,6 +283,10 @@ def _cut(headers: Headers, num_bytes: int) -> list[tuple[str, bytes]]:
     kept = list(headers[-OWN_HEADERS:])
     each = num_bytes // (8 * len(kept))  # a character of a name has up to four bytes
     return [(name[:each], value and value[:each]) for name, value in kept]
+
+
+def _cut_from(name: str, num_bytes: int) -> tuple[str, bytes]:
+    return name, str(num_bytes).encode()
 
 
 def _size(key: bytes | None, value: bytes, headers: Headers) -> int:

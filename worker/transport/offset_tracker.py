@@ -53,9 +53,8 @@ class OffsetTracker:
 
     @property
     def metadata(self) -> str:
-        """The done map above `position`, to be committed with it."""
-        end = max(self.expected, self._known_until)
-        return encode_done_map(self.position, [*self._open, end]) if self.position < end else ""
+        """The done map above `position`, to be committed with it; never empty."""
+        return encode_done_map(self.position, [*self._open, max(self.expected, self._known_until)])
 
     @property
     def is_full(self) -> bool:

@@ -76,7 +76,8 @@ class ReplySink(Protocol):
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
         """Appends a record to a topic that is no reply log (DLQ, usage); False when it may not be there.
 
-        A value too large for the broker is cut, and a header `truncated_from` says how long it was.
+        What is too large for the broker loses its key, then its first headers, then the end of its value; a header for
+        each (schemas.dead_letters) says how many bytes there were.
         """
         ...
 
