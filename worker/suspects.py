@@ -17,7 +17,9 @@ from worker.call import Call
 
 TURNS_FROM = 3  # fruitless attempts: a kill or two are an operator's doing, and nobody should wait because of them
 TURN_S = 10.0  # who has no token by then may wait for a seat: the next has its turn, too
-POLL_S = 0.05  # what is resumed together arrives within that, so that the least suspicious goes first
+SETTLE_S = 0.5  # what is resumed together comes within that, and the least suspicious goes first; a worker that dies
+# later than that has been `ready`, so that its supervisor sees no crash loop and starts it again
+POLL_S = 0.05
 
 log = structlog.get_logger(__name__)
 
@@ -57,21 +59,24 @@ class Suspects:
         if not self.counts or not self._turns_from <= number < self._max_fruitless or self._holder is call:
             return
         log.warning("request.suspect", fruitless_attempts=number, bound=self._max_fruitless)
-        self._waiting[call] = number
+        loop = asyncio.get_running_loop()
+        self._waiting[call], settled = number, loop.time() + SETTLE_S
         try:
-            while not (is_over() or await self._is_next(call)):
-                pass
+            while not is_over():
+                now = loop.time()
+                if now >= settled and self._is_next(call, now):
+                    self._holder, self._held_until = call, now + TURN_S
+                    return
+                await asyncio.sleep(POLL_S)
         finally:
             del self._waiting[call]
-        self._holder, self._held_until = call, asyncio.get_running_loop().time() + TURN_S
 
     def leave(self, call: Call) -> None:
         """It has a token, or is over here. Again, or without a turn: nothing."""
         if self._holder is call:
             self._holder = None
 
-    async def _is_next(self, call: Call) -> bool:
-        await asyncio.sleep(POLL_S)
-        if self._holder is not None and asyncio.get_running_loop().time() < self._held_until:
+    def _is_next(self, call: Call, now: float) -> bool:
+        if self._holder is not None and now < self._held_until:
             return False
         return min(self._waiting, key=self._waiting.__getitem__) is call

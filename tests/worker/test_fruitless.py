@@ -50,6 +50,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What dies is not tried again for long, turns are taken at once, and no traceback is drawn."""
     monkeypatch.setattr(loop, "RETRY_PAUSES_S", (0.05,))
     monkeypatch.setattr(suspects, "POLL_S", 0.001)
+    monkeypatch.setattr(suspects, "SETTLE_S", 0.005)
     with structlog.testing.capture_logs():
         yield
 
