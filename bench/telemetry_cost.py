@@ -132,6 +132,7 @@ class Bench:
                     default_reply_topic=None,
                     dlq_topic=config.dlq_topic,
                     usage_topic=config.usage_topic,
+                    max_fruitless_attempts=config.max_fruitless_attempts,
                 ),
                 self._facts,
                 engine,

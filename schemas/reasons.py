@@ -38,4 +38,5 @@ class DeadLetterReason(StrEnum):
     REPLY_UNAUTHORISED = "reply_unauthorised"
     REPLY_TOO_LARGE = "reply_too_large"  # its reply topic takes not even the smallest answer
     INVALID_REQUEST = "invalid_request"  # its value cannot be decoded
+    FRUITLESS_ATTEMPTS = "fruitless_attempts"  # too many in a row ended without a token
     INTERNAL = "internal"

@@ -23,6 +23,7 @@ class ReplyLog:
     oldest_input: InputRef | None = None  # over all begins, also after the end: the oldest request record owns the log
     end: End | None = None
     num_begins: int = 0  # accepted
+    fruitless: set[int] = field(default_factory=set)  # attempts since the last accepted token that left only a `begin`
     begin_trace: str | None = None  # `traceparent` of the current attempt's begin
     earlier_trace: str | None = None  # of the attempt's before it
     end_trace: str | None = None  # of the end
@@ -66,6 +67,7 @@ class ReplyLog:
             self.num_skipped += 1
             return False
         self.attempt, self.begin = offset, begin
+        self.fruitless.add(offset)
         self.first_begin = self.first_begin or begin
         if begin.restart:
             self.token_ids, self.text, self.logprobs = {}, {}, {}
@@ -73,8 +75,7 @@ class ReplyLog:
 
     def _feed_tokens(self, offset: int, tokens: Tokens) -> bool:
         if self.ended or tokens.attempt != self.attempt:
-            self.num_skipped += 1
-            return False
+            return self._skip(tokens.attempt)
         known = self.token_ids.get(tokens.choice, [])
         position = tokens.position
         if position > len(known):
@@ -87,6 +88,7 @@ class ReplyLog:
         if tokens.logprobs is not None and tuple(entry.token_id for entry in tokens.logprobs) != tokens.token_ids:
             raise ProtocolError(f"offset {offset}: logprobs of other tokens than those in the record")
         self.token_ids.setdefault(tokens.choice, []).extend(tokens.token_ids)
+        self.fruitless.clear()
         self._append_text(tokens.choice, tokens.text)
         if tokens.logprobs is not None:
             self.logprobs.setdefault(tokens.choice, []).extend(tokens.logprobs)
@@ -94,12 +96,17 @@ class ReplyLog:
 
     def _feed_end(self, end: End) -> bool:
         if self.ended or end.attempt != (-1 if self.attempt is None else self.attempt):
-            self.num_skipped += 1
-            return False
+            return self._skip(end.attempt)
         self.end = end
         for choice, text in end.tail.items():
             self._append_text(choice, text)
         return True
+
+    def _skip(self, attempt: int) -> bool:
+        """It was fenced, but it wrote: whatever it did not get done, its worker has not died of it."""
+        self.num_skipped += 1
+        self.fruitless.discard(attempt)
+        return False
 
     def _append_text(self, choice: int, text: str) -> None:
         self.text[choice] = self.text.get(choice, "") + text

@@ -262,6 +262,7 @@ class Worker:
             default_reply_topic=config.default_reply_topic,
             dlq_topic=config.dlq_topic,
             usage_topic=config.usage_topic,
+            max_fruitless_attempts=config.max_fruitless_attempts,
         )
 
     def _log_step(self, record: StepRecord) -> None:

@@ -44,6 +44,7 @@ class ServerConfig:
     default_reply_topic: str | None
     dlq_topic: str
     usage_topic: str
+    max_fruitless_attempts: int  # in a row, of one request; 0: any number
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,11 @@ class Call:
     def correlation_id(self) -> str:
         """For people."""
         return self.address.correlation_id.decode(errors="replace")
+
+    @property
+    def inherited(self) -> bool:
+        """An earlier owner of its partition may have tried it."""
+        return self.delivery.tracker.is_inherited(self.delivery.source.offset)
 
     @property
     def stream(self) -> bool:

@@ -157,6 +157,12 @@ class WorkerConfig(KafkaSettings):
     max_outstanding: int = Field(
         256, ge=1, le=512, description="Requests taken in and not finished, per partition. Beyond it a lane pauses."
     )
+    max_fruitless_attempts: int = Field(
+        10,
+        ge=0,
+        description="Attempts at a request in a row that may end without a token, because the worker died or lost it. "
+        "Then it gets an error and goes to the dead letters. 0: it is tried for ever.",
+    )
     commit_interval: Seconds = Field(0.5, description="Seconds between commits of what is done.")
     session_timeout_ms: int = Field(
         10_000, ge=6_000, description="After this silence the group gives a dead worker's partitions away."

@@ -1,8 +1,8 @@
 """Serves request records: from a delivery to its accepted `end`, by the writer rule (protocol.md 5).
 
 One task per record. It decodes and tokenises, waits for admission, begins an attempt, hands the request to the engine
-(which need not wait for the acknowledgement of `begin`), writes what the engine gives, one record at a time, and marks
-the input done when an `end` is accepted. What is decided about the log is decided by `transport.attempt`.
+(before `begin` is acknowledged, unless somebody may have died of it), writes what the engine gives, one record at a
+time, and marks the input done when an `end` is accepted. What is decided about the log, `transport.attempt` decides.
 """
 
 import asyncio
@@ -31,6 +31,7 @@ from worker.loop import EngineLoop, EventStream
 from worker.prepare import ModelFacts, check_fields, check_tier, engine_request, sampling_params, tokenise
 from worker.reply_progress import ReplyProgress
 from worker.side_topics import SideTopics
+from worker.suspects import Suspects
 from worker.telemetry import Telemetry
 from worker.transport.attempt import Attempt, Verdict
 from worker.transport.protocols import (
@@ -86,6 +87,7 @@ class RequestServer:
         self._by_correlation_id: dict[bytes, list[Call]] = {}
         self._burials: list[asyncio.Task[None]] = []
         self._cancels = Cancels(CANCEL_TTL_MS / 1000)
+        self._suspects = Suspects(config.max_fruitless_attempts)
         self._num_engine_requests = 0
         self._num_lost = 0
         self._seeds = random.SystemRandom()
@@ -320,23 +322,30 @@ class RequestServer:
         call.admitted = self._new_request(call)
         call.trace.waits(call.delivery.lane, call.admitted.priority)
 
-        def is_cancelled() -> bool:
-            return self._cancels.covers(call.address.correlation_id, self._now())
-
-        if is_cancelled():
+        if self._is_cancelled(call):
             return True
         decision = await self._gate.enter(
-            call.admitted, partial(self._begun, call), is_cancelled, partial(self._telemetry.delayed, call)
+            call.admitted,
+            partial(self._begun, call),
+            partial(self._is_cancelled, call),
+            partial(self._telemetry.delayed, call),
         )
         if isinstance(decision, Refuse):
             call.admitted = None
             call.refusal = RequestError(decision.code, decision.message, decision.retry_after_ms)
         return not isinstance(decision, Delay)
 
+    def _is_cancelled(self, call: Call) -> bool:
+        return self._cancels.covers(call.address.correlation_id, self._now())
+
+    def _is_over(self, call: Call) -> bool:
+        """Whether nobody waits for its answer any more."""
+        deadline = self._deadline(call)
+        return self._is_cancelled(call) or (deadline is not None and deadline <= self._now())
+
     async def _begun(self, call: Call) -> Begun:
         """Whether an earlier attempt has begun it (5.8). Raises ReplyTopicGone."""
-        source = call.delivery.source
-        if call.single_end or not (call.num_attempts or call.delivery.tracker.is_inherited(source.offset)):
+        if call.single_end or not (call.num_attempts or call.inherited):
             return Begun.NO
         if not call.address.per_request:
             return Begun.PERHAPS  # to know, one would have to read the traffic of all who share the log
@@ -346,6 +355,7 @@ class RequestServer:
     def _release(self, call: Call) -> None:
         """Gives back what it holds of the engine and of its tenant's quota. Again: nothing."""
         self._drop_engine_request(call)
+        self._suspects.leave(call)
         if call.admitted is not None:
             self._gate.leave(call.admitted, call.num_output)
             call.admitted = None
@@ -360,11 +370,7 @@ class RequestServer:
 
     async def _wait_for_twin(self, call: Call) -> None:
         """Returns when the log has an accepted `end`, or nobody waits for it any more. Raises ReplyTopicGone."""
-        deadline = self._deadline(call)
-        while not (await self._sink.read(call.address, 0, None)).ended:
-            now = self._now()
-            if self._cancels.covers(call.address.correlation_id, now) or (deadline is not None and now > deadline):
-                return
+        while not (self._is_over(call) or (await self._sink.read(call.address, 0, None)).ended):
             await asyncio.sleep(TWIN_POLL_S)
 
     # One attempt
@@ -373,9 +379,8 @@ class RequestServer:
         attempt = Attempt(call.delivery.source, call.address.per_request)
         if call.refusal is not None and not call.must_begin and self._may_end_without_attempt(call):
             call.must_begin = not call.single_end
-            return await self._end_without_attempt(
-                call, attempt, call.refusal_record(-1, ReplyProgress(1, False), self._now())
-            )
+            end = call.refusal_record(-1, ReplyProgress(1, False), self._now())
+            return await self._end_without_attempt(call, attempt, end)
         if call.single_end:
             progress = ReplyProgress(call.asked().n, call.asked().logprobs is not None)
             events = self._start(call, None)
@@ -384,21 +389,51 @@ class RequestServer:
                     progress.add(event)
                 call.num_output = progress.num_completion_tokens
             return await self._end_without_attempt(call, attempt, call.end_record(-1, events, progress, self._now()))
-        stream = self._start(call, None) if call.refusal is None else None
+        before = await self._look_back(call)
+        # What nobody can have tried is computed while `begin` is on its way.
+        stream = self._start(call, None) if call.refusal is None and before is None else None
         attempt.begins()
         begin = call.begin_record(self._config.worker, self._model.name, self._now())
         verdict = attempt.acknowledged(await self._send(call, begin))
         resumed = None
         if verdict is Verdict.READ:
-            resumed = await self._sink.read(call.address, 0, attempt.read_until)
+            resumed = await self._read_begun(call, attempt, before, begin)
             verdict = self._note_end(call, attempt.read(resumed), resumed)
             self._warn_of_another_model(resumed)
         if verdict is not Verdict.GO_ON:
             return verdict
-        if stream is not None and resumed is not None:
+        if before is not None and resumed is not None and not await self._may_be_tried(call, resumed):
+            return Verdict.AGAIN
+        if call.refusal is None:
             stream = self._resume(call, stream, resumed)
         self._telemetry.begun(call, attempt.number, resumed)
         return await self._write(call, attempt, stream, resumed)
+
+    async def _look_back(self, call: Call) -> ReplyLog | None:
+        """The log of a request that an earlier owner may have tried, once it may be begun; None: not so, or nobody
+        counts. It may be what that owner died of, so it must not be computed before its `begin` counts."""
+        told = call.address.per_request and call.stream and self._suspects.counts
+        if not told or call.refusal is not None or call.events is not None or not call.inherited:
+            return None
+        seen = await self._sink.read(call.address, 0, None)
+        await self._suspects.turn(call, seen, partial(self._is_over, call))
+        return seen
+
+    async def _read_begun(self, call: Call, attempt: Attempt, before: ReplyLog | None, begin: Begin) -> ReplyLog:
+        """The log up to our `begin`, which may have landed right behind what was read of it before."""
+        if before is None or before.last_offset + 1 != attempt.read_until:
+            return await self._sink.read(call.address, 0, attempt.read_until)
+        before.feed(attempt.read_until, begin)
+        return before
+
+    async def _may_be_tried(self, call: Call, resumed: ReplyLog) -> bool:
+        """Sets the refusal of a request of which too many attempts left nothing. False: its partition went elsewhere
+        before it was a dead letter."""
+        fault = self._suspects.fault(resumed)
+        if fault is None:
+            return True
+        call.refusal, call.must_begin = RequestError(ErrorCode.INTERNAL, fault), True
+        return await self._side.bury(call.delivery, call.trace, DeadLetterReason.FRUITLESS_ATTEMPTS, fault)
 
     def _warn_of_another_model(self, seen: ReplyLog) -> None:
         """A set of lanes serves one model (protocol.md 1). No refusal: another name may be that of a copy of ours."""
@@ -452,6 +487,7 @@ class RequestServer:
                     verdict = await self._read_gap(call, attempt)
                 if verdict is not Verdict.GO_ON:
                     return verdict
+                self._suspects.leave(call)  # it has a token
         if stream is None:
             end = call.refusal_record(attempt.number, progress, self._now())
         else:
@@ -524,15 +560,15 @@ class RequestServer:
         call.trace.enters(call.asked(), call.correlation_id, admitted.n, admitted.max_tokens, call.num_resumed)
         observer = call.trace if call.trace.recorded else None
         stream = call.events = self._engine.add(request, partial(self._gate.started, admitted.request_id), observer)
-        if self._cancels.covers(call.address.correlation_id, self._now()):
+        if self._is_cancelled(call):
             self._engine.cancel(call.engine_id, FinishReason.CANCELLED)
         return stream
 
-    def _resume(self, call: Call, stream: EventStream, resumed: ReplyLog) -> EventStream:
-        """Goes on where earlier attempts stopped, with the seed of the first (rule 2)."""
-        seed = resumed.first_begin.seed if resumed.first_begin is not None else call.seed
-        if seed == call.seed and not any(resumed.token_ids.values()):
-            return stream
+    def _resume(self, call: Call, stream: EventStream | None, resumed: ReplyLog | None) -> EventStream:
+        """Goes on where earlier attempts stopped, with the seed of the first (rule 2). `stream`: computed already."""
+        seed = call.seed if resumed is None or resumed.first_begin is None else resumed.first_begin.seed
+        if seed == call.seed and not (resumed and any(resumed.token_ids.values())):
+            return stream or self._start(call, None)
         if call.num_attempts == 1 and call.admitted is not None:
             self._gate.waive(call.admitted)
         call.seed = seed

@@ -23,7 +23,8 @@ _MOST = 100_000
 
 app = typer.Typer(
     help="Look at dead letters, and send them back to their lanes.\n\n"
-    "A record lands here when no attempt can serve it: it cannot be decoded, or names no usable reply topic.",
+    "A record lands here when no attempt can serve it: it cannot be decoded, names no usable reply topic, or attempt "
+    "after attempt ends without a token.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )

@@ -25,11 +25,12 @@ READY_S = 240  # a busy machine takes a minute to import torch
 class WorkerProcess:
     """`python -m worker` with the tiny model; started by `start`, which waits for `ready`.
 
-    Without a supervisor, so that a kill is a kill; the argument --supervisor is for the tests of that.
+    Without a supervisor, so that a kill is a kill; the argument --supervisor is for the tests of that. `module`: what
+    is run in place of `worker`.
     """
 
-    def __init__(self, bootstrap: str, log: Path, *arguments: str) -> None:
-        self._command = [sys.executable, "-m", "worker", "--bootstrap", bootstrap, "--model", "tiny"]
+    def __init__(self, bootstrap: str, log: Path, *arguments: str, module: str = "worker") -> None:
+        self._command = [sys.executable, "-m", module, "--bootstrap", bootstrap, "--model", "tiny"]
         self._command += ["--num-threads", "1", "--num-blocks", "4096", "--session-timeout-ms", "6000"]
         self._command += ["--no-supervisor", *arguments]
         self._log = log

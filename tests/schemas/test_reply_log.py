@@ -61,6 +61,30 @@ def test_a_resumed_attempt_goes_on_and_fences_the_former() -> None:
     assert log.begin == begin(seed=2)
 
 
+@pytest.mark.parametrize(
+    ("records", "fruitless"),
+    [
+        ([], set()),
+        ([end(-1)], set()),
+        ([begin(), begin(), begin()], {0, 1, 2}),
+        ([begin(), begin(restart=True), begin()], {0, 1, 2}),
+        ([begin(), tokens(0, 0, 5), begin(), begin(restart=True), begin()], {2, 3, 4}),
+        ([begin(), begin(), tokens(1, 0, 5), begin()], {3}),
+        ([begin(), begin(), tokens(1, 0, 5), tokens(1, 0, 5), begin()], {4}),
+        ([begin(), tokens(0, 0, 5), begin(), begin(), tokens(0, 1, 6)], {2, 3}),
+        ([begin(), begin(), begin(), tokens(1, 0, 5)], {0, 2}),
+        ([begin(), begin(), end(0)], {1}),
+        ([begin(), begin(), end(1), begin(), begin()], {0, 1}),
+    ],
+    ids=["nothing", "ended unbegun", "three", "a restart", "after a token, with a restart", "the second has one",
+         "repeated", "a zombie's after that", "a zombie's own", "a zombie's end", "ended"],
+)  # fmt: skip
+def test_attempts_without_a_token_are_told(records: list[ReplyRecord], fruitless: set[int]) -> None:
+    """Those since the last accepted token that left nothing but their begin. What is not accepted starts no new count,
+    but who wrote it was alive, and is not among them. A token that a restart has taken back was one."""
+    assert read(*records).fruitless == fruitless
+
+
 def test_a_restart_clears() -> None:
     """On a shared log generation starts over."""
     log = read(begin(restart=True), tokens(0, 0, 5, 6, text="x"), begin(restart=True), tokens(2, 0, 7, text="y"))

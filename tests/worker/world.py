@@ -217,6 +217,7 @@ class World:
                     default_reply_topic="replies.default",
                     dlq_topic="prompts.dlq",
                     usage_topic="usage",
+                    max_fruitless_attempts=settings.max_fruitless_attempts,
                 ),
                 ModelFacts(model, VOCAB, engine_config.max_model_len, (EOS,), Bytes()),
                 engine,
