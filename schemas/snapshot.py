@@ -6,6 +6,7 @@ answers are not in it. As JSON, the named tuples are lists in the order of their
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ PERIOD_S = 0.25  # at most one snapshot in this time is made, however many look 
 BLOCK_STATES = ("free", "active", "cached", "draining")  # a block's character in `Pool.blocks` is the index here
 _FETCH_S = 3.0
 _MAX_BYTES = 16 * 2**20
+_TURNS_S = 60.0  # a worker that answers again within this time, after another one did, was there all along
 
 
 class NoSnapshot(Exception):
@@ -175,3 +177,30 @@ def fetch_snapshot(url: str) -> bytes:
             words = "nobody listens there"
         advice = "a worker does at its --metrics-port, which it has only when that is given"
         raise NoSnapshot(f"no worker answers at {url}: {words}; {advice}") from None
+
+
+class WorkerAddress:
+    """Where one worker is looked at. Behind a name of several addresses, or a balancer, answers may be of several."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._last: str | None = None  # the worker that answered
+        self._answered: dict[str, float] = {}  # worker -> when it last did
+        self._mixed_until = float("-inf")
+
+    def fetch(self) -> bytes:
+        """The encoded snapshot. Raises NoSnapshot, also when several workers answer in turns: their figures, one after
+        another, would be those of none. A worker that another one has replaced does not come back."""
+        data, now = fetch_snapshot(self.url), time.monotonic()
+        try:
+            name = str(json.loads(data)["worker"])
+        except (ValueError, TypeError, KeyError):
+            return data  # whoever decodes it says what is wrong
+        self._answered = {known: at for known, at in self._answered.items() if now - at < _TURNS_S}
+        if name != self._last and name in self._answered:
+            self._mixed_until = now + _TURNS_S
+        self._answered[name], self._last = now, name
+        if now < self._mixed_until:
+            names = ", ".join(sorted(self._answered))
+            raise NoSnapshot(f"several workers answer at {self.url} in turns ({names}): give each its own --worker")
+        return data

@@ -44,7 +44,7 @@ _OTHERS = f"""
 | variable | default | meaning |
 |---|---|---|
 | `{ENV_PREFIX}CACHE` | `~/.cache/carousel` | where prepared models are kept |
-| `{ENV_PREFIX}WORKER_URL` | `http://127.0.0.1:9100` | the worker of `carousel top` and `carousel console` |
+| `{ENV_PREFIX}WORKER_URL` | `http://127.0.0.1:9100` | workers of `carousel top` and `console`, with spaces between |
 | `HF_HUB_OFFLINE`, `HF_HOME` | | of the Hugging Face hub |
 | `OTEL_*` | | where spans go: [metrics.md](metrics.md) |
 """

@@ -8,9 +8,11 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Send
 
@@ -44,10 +46,10 @@ class Feed:
         self._reason: str | None = None
         self.num_viewers = 0
 
-    async def latest(self) -> bytes:
-        """The last one, not older than the period. Raises NoSnapshot."""
+    async def latest(self, max_age: float = 0.0) -> bytes:
+        """The last one, not older than the period, or than `max_age` where that is longer. Raises NoSnapshot."""
         async with self._lock:
-            if time.monotonic() - self._taken_at >= self._period:
+            if time.monotonic() - self._taken_at >= max(self._period, max_age):
                 elsewhere = 0.0
                 try:
                     (self._latest, elsewhere), self._reason = await self._take(), None
@@ -88,27 +90,40 @@ def worker_feed(snapshots: Snapshots, health: Health, loop: asyncio.AbstractEven
     return Feed(take)
 
 
-def live_routes(feed: Feed) -> list[Route]:
-    """`/` the page, `/events` the stream of snapshots, `/snapshot` one of them."""
+def live_routes(*feeds: Feed, glance: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None) -> list[Route]:
+    """`/` the page, `/events` the stream of snapshots, `/snapshot` one of them, `/workers` whose they are.
+
+    feeds: of a worker each; `?worker=N` of both chooses, the first is 0. glance: how each is, where there are several.
+    """
     html = Path(__file__).with_name("live.html").read_text()
     headers = {"Content-Security-Policy": _policy(html), "Cache-Control": "no-cache"}
 
     async def page(request: Request) -> Response:
         return HTMLResponse(html, headers=headers)
 
+    def chosen(request: Request) -> Feed:
+        number = request.query_params.get("worker", "0")
+        if number not in map(str, range(len(feeds))):
+            raise HTTPException(404, f"there is no worker {number} here: they are 0 to {len(feeds) - 1}")
+        return feeds[int(number)]
+
     async def snapshot(request: Request) -> Response:
         try:
-            return Response(await feed.latest(), media_type="application/json")
+            return Response(await chosen(request).latest(), media_type="application/json")
         except NoSnapshot as away:
             return PlainTextResponse(str(away), status_code=503)
 
     async def events(request: Request) -> Response:
-        if feed.num_viewers >= MAX_VIEWERS:
+        feed = chosen(request)
+        if sum(each.num_viewers for each in feeds) >= MAX_VIEWERS:
             return PlainTextResponse(f"{MAX_VIEWERS} viewers look on already", status_code=503)
         stream = _events(feed, request.app.state.stopping)
         return _ViewerResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
-    return [Route("/", page), Route("/snapshot", snapshot), Route("/events", events)]
+    async def workers(request: Request) -> Response:
+        return JSONResponse([] if glance is None else await glance(), headers={"Cache-Control": "no-store"})
+
+    return [Route("/", page), Route("/snapshot", snapshot), Route("/events", events), Route("/workers", workers)]
 
 
 class _ViewerResponse(StreamingResponse):

@@ -1,7 +1,8 @@
-"""`carousel top`: a worker's snapshots in the terminal."""
+"""`carousel top`: snapshots of workers in the terminal."""
 
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -10,32 +11,55 @@ from rich.live import Live
 from rich.text import Text
 
 from schemas.connection import ENV_PREFIX
-from schemas.snapshot import PERIOD_S, Lane, Latency, NoSnapshot, Pool, Seat, Snapshot, fetch_snapshot
+from schemas.snapshot import (
+    PERIOD_S,
+    Lane,
+    Latency,
+    NoSnapshot,
+    Pool,
+    Seat,
+    Snapshot,
+    WorkerAddress,
+    fetch_snapshot,
+)
+from service.cli.keys import Keys, moved
 from service.cli.tables import console, duration, printable, table
 
 DEFAULT_WORKER = "http://127.0.0.1:9100"
+OTHERS_S = 2.0  # between looks at workers that are not chosen
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
 _POOL_WIDTH = 64
 _POOL_CELLS = {"free": "·", "active": "█", "cached": "░", "draining": "▒"}
 _HOST_CELLS = {"free": "·", "active": "S", "cached": "S", "draining": "▒"}
 
 
-def _url(value: str) -> str:
-    if not value.startswith(("http://", "https://")):
-        raise typer.BadParameter("an address such as http://127.0.0.1:9100: the worker's --metrics-port")
-    return value.rstrip("/")
+def _urls(values: list[str] | None) -> list[str] | None:
+    for value in values or ():
+        if not value.startswith(("http://", "https://")):
+            raise typer.BadParameter("an address such as http://127.0.0.1:9100: the worker's --metrics-port")
+    return values
 
 
-WorkerOption = Annotated[
-    str,
+WorkersOption = Annotated[
+    list[str] | None,
     typer.Option(
-        metavar="URL", envvar=f"{ENV_PREFIX}WORKER_URL", callback=_url, help="The worker's --metrics-port, over HTTP."
+        "--worker",
+        metavar="URL",
+        envvar=f"{ENV_PREFIX}WORKER_URL",
+        callback=_urls,
+        show_default=DEFAULT_WORKER,
+        help="The worker's --metrics-port, over HTTP. Repeatable.",
     ),
 ]
 
 
+def urls_of(given: list[str] | None) -> list[str]:
+    """Each once, in their order."""
+    return list(dict.fromkeys(url.rstrip("/") for url in given or [DEFAULT_WORKER]))
+
+
 def top(
-    worker: WorkerOption = DEFAULT_WORKER,
+    worker: WorkersOption = None,
     every: Annotated[float, typer.Option(min=PERIOD_S, help="Seconds between looks.")] = 0.5,
     seats: Annotated[int, typer.Option(min=0, help="How many seats to list.")] = 16,
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
@@ -43,45 +67,116 @@ def top(
 ) -> None:
     """Watch a worker: who sits where, lanes, KV blocks, preemptions, latencies against their targets.
 
-    The same as the page that `carousel console` serves. Needs a worker with `--metrics-port`. Ctrl-C ends it.
+    The same as the page that `carousel console` serves. Needs a worker with `--metrics-port`. Of several workers it
+    shows one, and above it how all are: the arrow keys and 1 to 9 choose. `--once` and `--json` print all, one after
+    another. Ctrl-C ends it.
 
-    Examples: `carousel top`, `carousel top --worker http://10.0.0.7:9100 --seats 64`, `carousel top --once`
+    Examples: `carousel top`, `carousel top --worker http://10.0.0.7:9100 --worker http://10.0.0.8:9100 --seats 64`,
+    `carousel top --once`
     """
+    urls = urls_of(worker)
     if once or as_json:
-        try:
-            data = fetch_snapshot(worker)
-            shown = Snapshot.decode(data)
-        except (NoSnapshot, ValueError) as error:
-            typer.echo(f"carousel top: {error}", err=True)
-            raise typer.Exit(1) from None
-        if as_json:
-            typer.echo(data.decode())
-        else:
-            console().print(picture(shown, seats))
+        seen = [_print(url, seats, as_json) for url in urls]
+        if not all(seen):
+            raise typer.Exit(1)
         return
     # Not KeyboardInterrupt: raised while an object is being destroyed it is printed and lost.
     stopped = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: stopped.set())
-    with Live(Text("..."), console=console(), auto_refresh=False, screen=console().is_terminal) as live:
-        while True:
-            live.update(_look(worker, seats), refresh=True)
-            if stopped.wait(every):
-                break
+    with Keys() as keys, Live(Text("..."), console=console(), auto_refresh=False, screen=console().is_terminal) as live:
+        workers = [_Watched(url, every, keys.wake) for url in urls]
+        chosen = 0
+        workers[chosen].choose(True)
+        while not stopped.is_set():
+            live.update(_screen(workers, chosen, seats), refresh=True)
+            before, chosen = chosen, moved(chosen, keys.wait(), len(workers))
+            if chosen != before:
+                workers[before].choose(False)
+                workers[chosen].choose(True)
     raise typer.Exit(130)
 
 
-def _look(worker: str, num_seats: int) -> Group | Text:
+def _print(url: str, seats: int, as_json: bool) -> bool:
+    """One look at a worker; False when there was nothing to see."""
     try:
-        return picture(Snapshot.decode(fetch_snapshot(worker)), num_seats)
+        data = fetch_snapshot(url)
+        shown = Snapshot.decode(data)
     except (NoSnapshot, ValueError) as error:
-        return Text(str(error), "red")
+        typer.echo(f"carousel top: {error}", err=True)
+        return False
+    if as_json:
+        typer.echo(data.decode())
+    else:
+        console().print(picture(shown, seats))
+    return True
+
+
+class _Watched:
+    """A worker that a thread of its own looks at, so that one that does not answer holds no other up.
+
+    every: seconds between looks while it is chosen. changed: called after each look, from that thread.
+    """
+
+    def __init__(self, url: str, every: float, changed: Callable[[], None]) -> None:
+        self._address = WorkerAddress(url)
+        self._every = every
+        self._changed = changed
+        self._chosen = False
+        self._again = threading.Event()
+        self.name = url  # as the worker calls itself, once it has been there
+        self.seen: Snapshot | str | None = None  # or why there is none; None: not looked yet
+        threading.Thread(target=self._watch, name=url, daemon=True).start()
+
+    def choose(self, chosen: bool) -> None:
+        self._chosen = chosen
+        self._again.set()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                found = Snapshot.decode(self._address.fetch())
+            except (NoSnapshot, ValueError) as error:
+                self.seen = str(error)
+            else:
+                self.seen, self.name = found, found.worker
+            self._changed()
+            self._again.wait(self._every if self._chosen else max(self._every, OTHERS_S))
+            self._again.clear()
+
+
+def _screen(workers: Sequence[_Watched], chosen: int, num_seats: int) -> Group:
+    """The chosen one, under one line for each where there are several."""
+    seen = workers[chosen].seen
+    if seen is None:
+        shown: Group | Text = Text("...")
+    else:
+        shown = Text(seen, "red") if isinstance(seen, str) else picture(seen, num_seats)
+    if len(workers) == 1:
+        return Group(shown)
+    lines = [Text("workers: the arrow keys or a number choose", "dim")]
+    for number, worker in enumerate(workers):
+        mark = "▶" if number == chosen else " "
+        name = Text.assemble(f"{mark} {number + 1} ", printable(worker.name), style="bold" if number == chosen else "")
+        lines.append(Text.assemble(name, ": ", _how(worker.seen)))
+    return Group(*lines, Text(), shown)
+
+
+def _how(seen: Snapshot | str | None) -> Text:
+    if seen is None:
+        return Text("...")
+    if isinstance(seen, str):
+        return Text("away", "red")
+    return _state(seen)
+
+
+def _state(shown: Snapshot) -> Text:
+    return Text("; ".join(shown.reasons), "red") if shown.reasons else Text("ready", "green")
 
 
 def picture(shown: Snapshot, num_seats: int) -> Group:
     """All of it; of the seats the first num_seats that are taken."""
     styles = {lane.tier: _STYLES[i % len(_STYLES)] for i, lane in enumerate(shown.lanes)}
-    state = Text("; ".join(shown.reasons), "red") if shown.reasons else Text("ready", "green")
-    head = Text.assemble(printable(shown.worker), " serves ", printable(shown.model), ": ", state)
+    head = Text.assemble(printable(shown.worker), " serves ", printable(shown.model), ": ", _state(shown))
     parts: list[object] = [head, _figures(shown), Text(), _ring(shown, styles), Text()]
     parts += [_lanes(shown.lanes, shown.latencies, styles), Text()]
     parts += [_blocks("KV blocks", shown.device, _POOL_CELLS)]

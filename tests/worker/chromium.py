@@ -15,6 +15,7 @@ from tests import others
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 LIMIT_S = 60.0
+KEYS = {"Tab": 9, "End": 35, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
 def find_browser() -> str | None:
@@ -96,8 +97,9 @@ class Page:
             time.sleep(0.1)
 
     def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+        for kind in ("rawKeyDown", "keyUp"):
+            code = KEYS.get(key, 0)  # without it the browser itself does nothing at the key
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, path: Path) -> None:
         """The whole page, as far down as it goes."""

@@ -57,9 +57,11 @@ class Monotonic:
 class Showing:
     """`load` keeps so many requests in service; `port` serves the page. With lanes the worker is ready."""
 
-    def __init__(self, *, seats: int = 256, blocks: int = 8192, preemption: str = "swap") -> None:
+    def __init__(
+        self, *, seats: int = 256, blocks: int = 8192, preemption: str = "swap", name: str = "w1", port: int = 0
+    ) -> None:
         self.health = Health(stuck_after=30.0)
-        self.snapshots = Snapshots("w1", "tiny", _SETTINGS.tiers, self.health)
+        self.snapshots = Snapshots(name, "tiny", _SETTINGS.tiers, self.health)
         config = SchedulerConfig(
             num_blocks=blocks,
             num_host_blocks=blocks // 4,
@@ -71,7 +73,7 @@ class Showing:
         )
         queue = make_queue(_SETTINGS, StepModel())
         self.engine = EngineLoop(Scheduler(config, queue), SleepingRunner(), Monotonic(), self.snapshots.observe)
-        self.port = 0
+        self.port = port
         self.tasks: asyncio.TaskGroup
         self._numbers = itertools.count()
 
@@ -127,7 +129,7 @@ class Showing:
         with serving_health(
             self.health,
             "127.0.0.1",
-            0,
+            self.port,
             live_routes(worker_feed(self.snapshots, self.health, asyncio.get_running_loop())),
         ) as self.port:
             self.health.model_loaded(self.engine)
@@ -143,11 +145,11 @@ class Showing:
 class Viewer:
     """Reads `/events` in a thread, as a browser does; remembers what came, and when."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, worker: int = 0) -> None:
         self.seen: list[tuple[float, Snapshot]] = []
         self.away: list[str] = []
         self.ended = False
-        self._response = urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=30)
+        self._response = urllib.request.urlopen(f"http://127.0.0.1:{port}/events?worker={worker}", timeout=30)
         assert self._response.headers["content-type"].startswith("text/event-stream")
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()

@@ -27,7 +27,7 @@ from tests.engine.builders import Engine, make_request
 from tests.worker.showing import Lane, Showing, Viewer
 from tests.worker.test_health import until
 from worker import live
-from worker.console import remote_feed, run_console
+from worker.console import RemoteWorker, run_console
 from worker.engine.block_pool import BlockState
 from worker.health import Health
 from worker.health_server import serving_health
@@ -260,7 +260,7 @@ async def test_a_viewer_who_takes_nothing_loses_its_place(monkeypatch: pytest.Mo
 async def test_a_console_reads_a_worker():
     """What the worker serves, another server passes on, once for all its viewers; a worker that is away is said so."""
     async with Showing(seats=8, blocks=64).running() as show:
-        feed = remote_feed(f"http://127.0.0.1:{show.port}")
+        feed = RemoteWorker(f"http://127.0.0.1:{show.port}").feed
         first, second = await asyncio.gather(feed.latest(), feed.latest())
         assert first == second
         assert Snapshot.decode(first).num_seats == 8
@@ -300,7 +300,7 @@ def test_a_console_that_is_stopped_at_once(number: signal.Signals):
     """A signal before the server runs ends it as one does later: nothing is printed, nothing left unawaited."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        given = run_console("http://127.0.0.1:1", "127.0.0.1", 0, lambda port: signal.raise_signal(number))
+        given = run_console(["http://127.0.0.1:1"], "127.0.0.1", 0, lambda port: signal.raise_signal(number))
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)

@@ -4,6 +4,7 @@ What each test looked at stays behind in SCREENSHOTS until the next run.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 from tests.worker.chromium import Page, find_browser
 from tests.worker.showing import Showing
+from worker.console import console_routes
+from worker.health import Health
 from worker.health_server import serving_health
 from worker.live import live_routes, worker_feed
 
@@ -151,12 +154,63 @@ async def test_what_a_caller_wrote_is_text(page: Page):
         await _shown(show, look)
 
 
+NAMES = "[...document.querySelectorAll('#workers label')].map((e) => e.children[1].textContent)"
+
+
+async def test_several_workers(page: Page):
+    """A console of two: both are named with how they are, the arrow keys choose, nothing of one stays beside the other,
+    and one that goes is away, said and shown, whether it is chosen or not."""
+    left, right = Showing(seats=4, blocks=128, name="left"), Showing(seats=6, blocks=128, name="right")
+
+    def both(url: str) -> None:
+        page.view(1280, 800)
+        page.load(url)
+        page.until(f"{NAMES}.join() === 'left,right'")
+        page.until("document.querySelector('#worker').textContent === 'left serves tiny'")
+        page.until("document.querySelector('#preempted li') !== null", "a preemption on the left one")
+        page.value("document.querySelector('#d-seats').open = true")
+        page.until("document.querySelector('#t-seats').textContent.includes('batch-')")
+        page.value("document.querySelector('#seats').focus()")
+        page.press("ArrowRight")
+        page.value("document.querySelector('#workers input:checked').focus()")
+        page.press("ArrowRight")
+        assert page.value("document.querySelector('#preempted li')") is None
+        page.until("document.querySelector('#worker').textContent === 'right serves tiny'")
+        page.until("document.querySelector('#state').textContent === 'ready'")
+        page.until("document.querySelectorAll('#turning g').length === 6")
+        assert page.value("document.querySelector('[aria-selected=true]')") is None, "a seat of the other one"
+        page.until("document.querySelector('#t-lanes tbody').rows.length === 3")
+        assert page.value("document.querySelectorAll('#preempted li, #turning .taken, #t-seats tbody tr').length") == 0
+        assert page.problems == []
+        _keep(page, "live-two-workers")
+
+    def left_has_gone() -> None:
+        page.until("document.querySelector('#moved').textContent.startsWith('left is away: no worker answers at ')")
+        assert page.value("document.querySelector('#workers label .bad').textContent") == "away"
+        page.until("document.querySelector('#state').textContent === 'ready'", "the other one's")
+        page.press("ArrowLeft")
+        page.until("document.querySelector('#state').textContent.startsWith('no worker answers at ')")
+        assert page.value("document.querySelectorAll('#turning g, #t-lanes tbody tr, #totals div').length") == 0
+        assert page.value(f"{NAMES}.join()") == "left,right"
+        _keep(page, "live-one-has-gone")
+
+    async with right.running(), contextlib.AsyncExitStack() as leaving:
+        await leaving.enter_async_context(left.running())
+        await left.load(batch=4, interactive=2)
+        urls = [f"http://127.0.0.1:{each.port}" for each in (left, right)]
+        with serving_health(Health(30.0), "127.0.0.1", 0, console_routes(urls)) as port:
+            await asyncio.to_thread(both, f"http://127.0.0.1:{port}/")
+            await leaving.aclose()
+            await asyncio.to_thread(left_has_gone)
+
+
 async def test_a_worker_that_goes(page: Page):
     """The page says that it is not connected, and goes on by itself when a worker is there again."""
     show = Showing(seats=4, blocks=128)
     loop = asyncio.get_running_loop()
     async with show.running():
         port = show.port
+        await asyncio.to_thread(page.view, 1280, 800)
         await asyncio.to_thread(page.load, f"http://127.0.0.1:{port}/")
         await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")
     await asyncio.to_thread(page.until, "document.querySelector('#state').textContent.startsWith('not connected')")
