@@ -26,6 +26,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "e2e/test_survival.py::test_apache_kafka_restarts_under_load",
     ),
     "T4": (
+        "contract/test_lanes.py::test_t04_a_fetching_task_that_ends_shows_as_lag",
+        "contract/test_lanes.py::test_t04_a_lane_that_fetches_no_more_is_replaced",
         "transport/test_kafka_lane.py::test_t04_a_fetching_task_that_ends_is_noticed",
         "schemas/test_log_consumer.py::test_a_task_that_has_ended_is_noticed",
         "service/test_client.py::test_death_of_the_fetching_task_is_noticed",
@@ -45,7 +47,10 @@ ROWS: dict[str, tuple[str, ...]] = {
         "transport/test_offset_tracker.py::test_offset_zero_is_an_offset",
     ),
     "T9": (
-        "test_queue_rows.py::test_t09_polls_are_never_cancelled",
+        "contract/test_lanes.py::test_t09_a_poll_that_is_cut_off_loses_nothing",
+        "contract/test_replies.py::test_t09_readers_outlive_cancelled_reads",
+        "contract/test_replies.py::test_t09_a_send_whose_sender_is_cancelled_lands",
+        "test_queue_rows.py::test_t09_polls_have_no_other_time_out",
         "transport/test_kafka_replies.py::test_t09_a_producer_that_cannot_go_on_is_replaced",
         "transport/test_kafka_replies.py::test_a_topic_with_a_record_on_its_way_is_not_forgotten",
         "service/test_faults.py::test_broker_that_does_not_come_back",
@@ -161,8 +166,9 @@ def test_numbered_tests_are_listed():
                     assert f"{path}::{test}" in ROWS[f"T{int(part[1:])}"]
 
 
-def test_t09_polls_are_never_cancelled():
-    """A cancelled `getmany` leaks a count in aiokafka 0.14: each is awaited as it is, and ends by its own time-out."""
+def test_t09_polls_have_no_other_time_out():
+    """A cancelled `getmany` leaks a count in aiokafka 0.14, so nothing here gives it another time-out than its own.
+    What comes of one that is cut off, the contract tests say."""
     for package in ("worker", "service"):
         for file in (TESTS.parent / package).rglob("*.py"):
             tree = ast.parse(file.read_text())

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -12,6 +14,7 @@ from tests.contract.brokers import ERRORS, GROUPS, METADATA, NODES, Cluster, fre
 from worker.transport.kafka_connections import KafkaConnections
 from worker.transport.kafka_lane import KafkaLane
 from worker.transport.protocols import Delivery
+from worker.watchdog import LaneWatchdog
 
 FETCH, OFFSET_COMMIT, OFFSET_FETCH, HEARTBEAT = 1, 8, 9, 12  # of Kafka's APIs
 LOADING, NO_COORDINATOR, NOT_COORDINATOR, REBALANCING = 14, 15, 16, 27
@@ -218,3 +221,137 @@ async def test_t03_brokers_that_go_away_and_come_back(cluster: Cluster):
         worker.done()
         await until(lambda: worker.lane.num_outstanding == 0)
     assert await position(cluster, topic) == 15
+
+
+class Polls:
+    """A lane's polls. `hold`: what they have found they give back no more."""
+
+    def __init__(self, lane: KafkaLane) -> None:
+        self.num_pending = 0
+        self.hold = False
+        self.holding = asyncio.Event()
+        self._getmany = lane._consumer.getmany
+        lane._consumer.getmany = self._poll
+
+    async def _poll(self, **options: Any) -> dict[TopicPartition, list[Any]]:
+        self.num_pending += 1
+        try:
+            batch = await self._getmany(**options)
+            if batch and self.hold:
+                self.holding.set()
+                await asyncio.Event().wait()
+            return batch
+        finally:
+            self.num_pending -= 1
+
+
+async def cut_off(
+    lane: KafkaLane, task: asyncio.Task[None], polls: Polls, moment: str, publish_more: Callable[[], Awaitable[None]]
+) -> None:
+    """Ends the task of a lane in the middle of a fetch, before, while or after more is published."""
+    if moment in ("while it waits", "told to stop"):
+        await until(lambda: polls.num_pending == 1)
+        _ = task.cancel() if moment == "while it waits" else lane.stop()
+    elif moment == "with records in hand":
+        polls.hold = True
+        await publish_more()
+        await asyncio.wait_for(polls.holding.wait(), 60)
+        task.cancel()
+    else:
+        deliver = lane._deliver
+
+        def deliver_and_cancel(delivery: Delivery) -> None:
+            deliver(delivery)
+            task.cancel()
+
+        lane._deliver = deliver_and_cancel
+        await publish_more()
+    await asyncio.wait([task], timeout=20)
+    assert task.done()
+    assert task.cancelled() == (moment != "told to stop")
+    assert polls.num_pending == 0
+    if moment in ("while it waits", "told to stop"):
+        await publish_more()
+
+
+async def test_t09_a_poll_that_is_cut_off_loses_nothing(cluster: Cluster):
+    """Four lanes, one after the other, end in the middle of a fetch: cancelled, as the watchdog does, or told to stop.
+    Each ends at once; the next gets what is not done, also what the poll had in its hands, and nothing that is done."""
+    topic = await lane_topic(cluster)
+    await publish(cluster, topic, range(3))
+    moments = ("while it waits", "with records in hand", "among its records", "told to stop")
+    for life, moment in enumerate(moments):
+        undone, end = list(range(life, 3 * life + 3)), 3 * life + 3
+        async with cluster.connections() as connections:
+            worker = Consuming(connections, topic, max_outstanding=100)
+            polls = Polls(worker.lane)
+            task = asyncio.create_task(worker.lane.run())
+            await until(lambda worker=worker, undone=undone: worker.values == undone, timeout=90)
+            worker.done(life)
+            await cut_off(worker.lane, task, polls, moment, partial(publish, cluster, topic, range(end, end + 3)))
+            if moment == "with records in hand":
+                assert worker.values == undone, "they were fetched, and never taken in"
+    async with consuming(cluster, topic) as heir:
+        await until(lambda: len(heir.values) >= 11)
+        await asyncio.sleep(0.5)
+        assert heir.values == list(range(4, 15))
+        heir.done()
+    assert await position(cluster, topic) == 15
+
+
+async def end_fetching(lane: KafkaLane) -> None:
+    """As aiokafka's task does after an error that it does not expect, without a word. What it has asked for comes."""
+    fetcher = lane._consumer._fetcher
+    fetcher._fetch_task.cancel()
+    await until(lambda: fetcher._fetch_task.done() and all(task.done() for task in fetcher._pending_tasks))
+
+
+async def test_t04_a_fetching_task_that_ends_shows_as_lag(cluster: Cluster):
+    """Polls go on without an error and find nothing, however much there is: the lane says that it is broken, and its
+    partition that it lags."""
+    topic = await lane_topic(cluster)
+    async with consuming(cluster, topic) as worker:
+        await publish(cluster, topic, range(2))
+        await until(lambda: worker.values == [0, 1])
+        assert not worker.lane.broken
+        await end_fetching(worker.lane)
+        for value in range(2, 5):  # in batches of their own: of a batch, Tansu's end of the log counts one record
+            await publish(cluster, topic, range(value, value + 1))
+        began = asyncio.get_running_loop().time()
+        await until(lambda: worker.lane.polled_at > began + 1.0)  # several polls
+        await worker.lane.look_for_ends()
+        assert worker.values == [0, 1]
+        assert worker.lane.lags() == {0: 3}
+        assert worker.lane.broken
+
+
+async def test_t04_a_lane_that_fetches_no_more_is_replaced(cluster: Cluster):
+    """The watchdog gives it another consumer, with a poll of the dead one in flight: that gets what came meanwhile and
+    what was not done, and nothing else. It lives on."""
+    topic = await lane_topic(cluster)
+    await publish(cluster, topic, range(2))
+    made: list[Consuming] = []
+    replaced: list[str] = []
+    async with cluster.connections() as connections:
+
+        def new_lane(_tier: str) -> KafkaLane:
+            made.append(Consuming(connections, topic, max_outstanding=100))
+            return made[-1].lane
+
+        lanes = {"standard": new_lane("standard")}
+        watchdog = LaneWatchdog(lanes, new_lane, replaced.append, connections.reachable, silence_limit=1000)
+        keeping = asyncio.create_task(watchdog.keep("standard"))
+        await until(lambda: made[0].values == [0, 1], timeout=90)
+        made[0].done(0)
+        await end_fetching(lanes["standard"])
+        await publish(cluster, topic, range(2, 5))
+        await until(lambda: len(made) == 2 and len(made[1].values) >= 4)
+        assert made[0].values == [0, 1]
+        assert made[1].values == [1, 2, 3, 4]
+        await publish(cluster, topic, range(5, 6))
+        await until(lambda: made[1].values == [1, 2, 3, 4, 5])
+        made[1].done()
+        lanes["standard"].stop()
+        await asyncio.wait_for(keeping, 60)
+        assert (len(made), replaced) == (2, ["standard"])
+    assert await position(cluster, topic) == 6

@@ -14,7 +14,7 @@ from schemas.records import Begin, End, InputRef, ReplyRecord, Tokens
 from service.topic_reader import TopicReader
 from tests.contract.brokers import DELETION, ERRORS, NODES, Cluster, fresh
 from worker.transport.kafka_connections import KafkaConnections
-from worker.transport.kafka_replies import KafkaReplies
+from worker.transport.kafka_replies import MAX_READERS, KafkaReplies
 from worker.transport.protocols import ReplyTopicGone
 
 PRODUCE = 0  # of Kafka's APIs
@@ -119,6 +119,40 @@ async def test_a_topic_that_never_was(cluster: Cluster, replies: KafkaReplies):
     assert await replies.locate(nowhere) is None
     with pytest.raises(ReplyTopicGone):
         await replies.read(nowhere, 0, None)
+
+
+async def test_t09_readers_outlive_cancelled_reads(cluster: Cluster, replies: KafkaReplies):
+    """All readers are cancelled in the middle of a poll, twice, as when a partition is lost: each ends at once, and
+    then they read other logs, and nothing of those that they were at."""
+    found = [await located(cluster, replies) for _ in range(MAX_READERS + 2)]
+    for number, to in enumerate(found):
+        await append(replies, to, BEGIN, tokens(0, 0, number))
+    for _ in range(2):
+        waiting = [asyncio.create_task(replies.read(to, 0, 100)) for to in found[:MAX_READERS]]
+        await asyncio.sleep(0.5)  # all have read what there is, and poll for more
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting, timeout=5)
+        assert all(task.cancelled() for task in waiting)
+    async with asyncio.timeout(30):
+        logs = await asyncio.gather(*(replies.read(to, 0, 1) for to in reversed(found)))
+    assert [log.token_ids for log in logs] == [{0: [number]} for number in reversed(range(len(found)))]
+
+
+async def test_t09_a_send_whose_sender_is_cancelled_lands(cluster: Cluster, replies: KafkaReplies):
+    """The `end` is on its way when nobody waits for it any more: the sender is free at once, and the record is written,
+    once."""
+    to = await located(cluster, replies)
+    await append(replies, to, BEGIN)
+    sending = asyncio.create_task(replies.send(to, end(0)))
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait([sending], timeout=1)
+    assert sending.cancelled()
+    async with asyncio.timeout(30):
+        log = await replies.read(to, 0, 1)
+        assert log.ended
+        assert await replies.send(to, BEGIN) == 2
 
 
 async def test_t20_a_topic_deleted_under_its_writer(

@@ -99,17 +99,23 @@ async def test_t15_a_killed_worker_is_taken_over_in_the_middle():
     world.publish("a", max_tokens=60)
     async with world.worker("w1") as server:
         await running_until(world, server, "a", 12)
-    seen = len(world.answer("a").token_ids[0])
+    num_records, seen = len(world.broker.topics["replies.a"][0]), len(world.answer("a").token_ids[0])
+    assert seen >= 11  # besides the `begin`
+    assert (world.source.tracker.position, world.broker.topics["usage"][0]) == (0, [])  # it is not done
     world.source.lose()
     async with world.worker("w2") as server:
         await world.serve(server)
     answer = world.answer("a")
     assert answer.token_ids == calm.answer("a").token_ids
     assert answer.text == calm.answer("a").text
-    by_second = [r for _, r in world.records("replies.a") if isinstance(r, Tokens)][-1]
-    assert by_second.attempt > 0
-    second = [r for _, r in world.records("replies.a") if isinstance(r, Tokens) and r.attempt == by_second.attempt]
+    records = list(world.records("replies.a"))
+    begins = [(offset, r.worker) for offset, r in records if isinstance(r, Begin)]
+    assert begins == [(0, "w1"), (num_records, "w2")]
+    second = [r for _, r in records if isinstance(r, Tokens) and r.attempt == num_records]
+    assert second[0].position == seen
     assert sum(len(r.token_ids) for r in second) == 60 - seen
+    assert answer.num_skipped == answer.num_repeated == 0
+    assert (world.source.tracker.position, len(world.broker.topics["usage"][0])) == (1, 1)
 
 
 async def test_t15_an_end_that_was_written_but_not_marked_done():
@@ -120,17 +126,17 @@ async def test_t15_an_end_that_was_written_but_not_marked_done():
     async with world.worker("w1") as server:
         await world.serve(server)
     records = list(world.records("replies.a"))
-    world.source.lose()
-    world.source.tracker.expected = 0
-    world.source.tracker = type(world.source.tracker)(0)
+    world.source.tracker = type(world.source.tracker)(0, log_end=1)
+    world.clock.seconds = 5.0
     async with world.worker("w2") as server:
         await world.serve(server)
     new = list(world.records("replies.a"))[len(records) :]
     assert [type(r) for _, r in new] == [Begin]
     assert world.answer("a").end == records[-1][1]
     assert world.source.tracker.position == 1
-    assert len(world.broker.topics["usage"][0]) == 2  # at least once: deduplicated by `input`
-    assert len({r.value for r in world.broker.topics["usage"][0]}) <= 2
+    first, second = (msgpack.unpackb(record.value) for record in world.broker.topics["usage"][0])
+    assert (first.pop("at_ms"), second.pop("at_ms")) == (0, 5000)
+    assert first == second  # at least once: deduplicated by `input`
 
 
 async def test_an_answer_on_a_shared_log_may_be_billed_twice_under_one_input():
