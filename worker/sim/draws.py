@@ -17,15 +17,12 @@ from worker.engine.tiers import TenantPolicy, TierPolicy
 LANES = ("batch", "standard", "interactive")  # a lane's index is its class
 TENANTS = ("ann", "bob", "eve")
 _MIN_SLOTS = 24  # of a pool: some requests fit
-_SWAPPING = 0.3  # of worlds: whoever is displaced is swapped, over many steps
+_SWAPPING = 0.5  # of worlds: whoever is displaced is swapped, over many steps
 
 
 def draw_engine(rng: random.Random) -> tuple[Scheduler, Admission]:
     """A scheduler with limits, rules, policy, cost model and step budget drawn, and the quotas in front of it."""
-    config, cost = draw_config(rng), _draw_cost(rng)
-    if rng.random() < _SWAPPING:
-        config = replace(config, capacity="max_util", preemption="swap", num_host_blocks=2 * config.num_blocks)
-        cost = _paced_cost(rng, 1.0)
+    config = draw_config(rng)
     policy = rng.choice((None, "composite", "composite", *POLICIES))
     tenants = {
         name: TenantPolicy(
@@ -39,7 +36,14 @@ def draw_engine(rng: random.Random) -> tuple[Scheduler, Admission]:
     }
     aging = PolicyConfig(top_class=len(LANES) - 1, quantum=rng.choice((0.5, 2.0, 8.0)))
     waiting = None if policy is None else make_policy(policy, config.tiers, tenants, aging)
-    scheduler = Scheduler(config, waiting, cost, _draw_budget(rng))
+    cost, budget = _draw_cost(rng), _draw_budget(rng)
+    paces = random.Random(repr(config))  # of their own, so that a seed's other draws stay what they were
+    if paces.random() < _SWAPPING:
+        config = replace(config, capacity="max_util", preemption="swap", num_host_blocks=2 * config.num_blocks)
+        cost = _draw_paced_cost(paces)
+    elif cost is not None and paces.random() < 0.5:
+        cost = replace(cost, compute_seconds=_draw_paced_cost(paces, cost.copy_out_seconds_per_block).compute_seconds)
+    scheduler = Scheduler(config, waiting, cost, budget)
     quotas = Quotas(tenants, burst_seconds=rng.choice((1.0, 10.0)))
     share_seats = (lambda fraction: None) if waiting is None else waiting.share
     return scheduler, Admission(
@@ -87,20 +91,22 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
 def _draw_cost(rng: random.Random) -> CostModel | None:
     if rng.random() < 0.3:
         return None
-    cost = _paced_cost(rng, rng.choice((0.1, 1.0, 10.0)))
-    if rng.random() < 0.4:
-        cost.compute_seconds = None
-    return cost
+    copy_s = rng.choice((0.1, 1.0, 10.0))
+    return CostModel(
+        copy_out_seconds_per_block=copy_s,
+        copy_in_seconds_per_block=copy_s,
+        prefill_seconds=lambda num_tokens, _num_before: float(num_tokens),
+        min_swap_tokens=rng.choice((1, 8)),
+    )
 
 
-def _paced_cost(rng: random.Random, copy_s: float) -> CostModel:
+def _draw_paced_cost(rng: random.Random, copy_s: float = 1.0) -> CostModel:
     """A step bears one block to six."""
     step_s = rng.choice((1.5, 1.5, 2.5, 3.5, 6.5)) * copy_s / SWAP_SHARE
     return CostModel(
         copy_out_seconds_per_block=copy_s,
         copy_in_seconds_per_block=copy_s * rng.choice((0.5, 1.0)),
         prefill_seconds=lambda num_tokens, _num_before: float(num_tokens),
-        min_swap_tokens=rng.choice((1, 8)),
         compute_seconds=lambda _scheduled: step_s,
     )
 
