@@ -18,7 +18,7 @@ from schemas.headers import (
     REPLY_PARTITION_NAMES,
     REPLY_TO_NAMES,
 )
-from schemas.records import Begin, End, Tokens, UsageRecord
+from schemas.records import Begin, End, Left, Tokens, UsageRecord
 from schemas.request import PromptRequest
 from schemas.topics import (
     CANCEL_TTL_MS,
@@ -42,8 +42,11 @@ _PAYLOADS: dict[str, type] = {
     "Begin": Begin,
     "Tokens": Tokens,
     "End": End,
+    "Left": Left,
     "UsageRecord": UsageRecord,
 }
+
+_REPLIES = ("begin", "tokens", "end", "left")
 
 
 def document() -> Schema:
@@ -64,7 +67,7 @@ def document() -> Schema:
 
 
 def _channels() -> Schema:
-    replies = ("begin", "tokens", "end")
+    replies = _REPLIES
     return {
         "lanes": _channel(
             f"{DEFAULT_LANE_PREFIX}{{lane}}",
@@ -118,7 +121,7 @@ def _channel(
 
 
 def _operations() -> Schema:
-    replies = [{"$ref": f"#/channels/replies/messages/{name}"} for name in ("begin", "tokens", "end")]
+    replies = [{"$ref": f"#/channels/replies/messages/{name}"} for name in _REPLIES]
     return {
         "complete": {
             "action": "receive",
@@ -148,11 +151,12 @@ def _messages() -> Schema:
         "begin": _message(_reply_headers("begin", ["traceparent"]), _ref("Begin"), key=reply_key),
         "tokens": _message(_reply_headers("tokens", []), _ref("Tokens"), key=reply_key),
         "end": _message(_reply_headers("end", ["traceparent"]), _ref("End"), key=reply_key),
+        "left": _message(_reply_headers("left", []), _ref("Left"), key=reply_key),
         "cancel": _message(_object({"content-type": _CONTENT_TYPE}, []), _CANCEL_PAYLOAD, key="any bytes"),
         "deadLetter": _message(_dead_letter_headers(), {"description": "the value as it was"}, key="the key as it was"),
         "usage": _message(_object({"content-type": _CONTENT_TYPE}, []), _ref("UsageRecord"), key="the tenant"),
     }
-    for name in ("prompt", "begin", "tokens", "end"):
+    for name in ("prompt", *_REPLIES):
         messages[name]["correlationId"] = {"location": "$message.header#/correlation_id"}
     return messages
 

@@ -274,22 +274,43 @@ class End:
         return _read(cls, fields)
 
 
-ReplyRecord = Begin | Tokens | End
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A worker that lives has given an attempt up of which no token was sent: it is not among those that workers died
+    of. The attempt's last record; it changes nothing for callers."""
 
-_EVENTS: dict[str, type[Begin] | type[Tokens] | type[End]] = {"begin": Begin, "tokens": Tokens, "end": End}
+    attempt: Annotated[Count, Field(description="the offset of this attempt's begin in the reply log")]
+
+    def to_fields(self) -> dict[str, object]:
+        return {"attempt": self.attempt}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, object]) -> Self:
+        return _read(cls, fields)
 
 
-def event_of(record: ReplyRecord) -> str:
+ReplyRecord = Begin | Tokens | End  # what callers see
+LogRecord = ReplyRecord | Left  # what may lie in a reply log
+
+_EVENTS: dict[str, type[Begin] | type[Tokens] | type[End] | type[Left]] = {
+    "begin": Begin,
+    "tokens": Tokens,
+    "end": End,
+    "left": Left,
+}
+
+
+def event_of(record: LogRecord) -> str:
     """The `event` header of a record."""
     return type(record).__name__.lower()
 
 
-def encode_reply(record: ReplyRecord, content_type: ContentType) -> bytes:
+def encode_reply(record: LogRecord, content_type: ContentType) -> bytes:
     return encode_map(record.to_fields(), content_type)
 
 
-def decode_reply(headers: Sequence[tuple[str, bytes]], value: bytes | None) -> ReplyRecord | None:
-    """The reply record, or None for an event that this reader does not know. Raises ProtocolError."""
+def decode_reply(headers: Sequence[tuple[str, bytes]], value: bytes | None) -> LogRecord | None:
+    """The record of a reply log, or None for an event that this reader does not know. Raises ProtocolError."""
     last = dict(headers)
     event = last.get("event")
     if event is None:
@@ -394,7 +415,7 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
         return raw
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {each: TypeAdapter(each) for each in (Begin, Tokens, End)}
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {each: TypeAdapter(each) for each in (Begin, Tokens, End, Left)}
 
 
 def _read(cls: type[T], fields: Mapping[str, object]) -> T:

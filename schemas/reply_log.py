@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from schemas.errors import ProtocolError
 from schemas.headers import HeaderPairs, read_traceparent
-from schemas.records import Begin, End, InputRef, ReplyRecord, TokenLogprob, Tokens
+from schemas.records import Begin, End, InputRef, Left, LogRecord, ReplyRecord, TokenLogprob, Tokens
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class ReplyLog:
     oldest_input: InputRef | None = None  # over all begins, also after the end: the oldest request record owns the log
     end: End | None = None
     num_begins: int = 0  # accepted
-    fruitless: set[int] = field(default_factory=set)  # attempts since the last accepted token that left only a `begin`
+    fruitless: set[int] = field(default_factory=set)  # attempts since the last accepted token: only a `begin` is there
     begin_trace: str | None = None  # `traceparent` of the current attempt's begin
     earlier_trace: str | None = None  # of the attempt's before it
     end_trace: str | None = None  # of the end
@@ -35,7 +35,7 @@ class ReplyLog:
     def ended(self) -> bool:
         return self.end is not None
 
-    def feed(self, offset: int, record: ReplyRecord, headers: HeaderPairs = ()) -> ReplyRecord | None:
+    def feed(self, offset: int, record: LogRecord, headers: HeaderPairs = ()) -> ReplyRecord | None:
         """Takes the record at `offset`; returns it when it was accepted, None when it changes nothing for the caller.
 
         headers: for the trace contexts, which decide nothing.
@@ -45,6 +45,10 @@ class ReplyLog:
         """
         if offset <= self.last_offset:
             raise ProtocolError(f"offset {offset} after {self.last_offset}: was the reply topic's name used twice?")
+        if isinstance(record, Left):
+            self.fruitless.discard(record.attempt)
+            self.last_offset = offset
+            return None
         match record:
             case Begin():
                 accepted = self._feed_begin(offset, record)

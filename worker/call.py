@@ -16,6 +16,7 @@ from worker.loop import EventStream
 from worker.prepare import Prompt
 from worker.reply_progress import ReplyProgress
 from worker.tracing import RequestTrace
+from worker.transport.attempt import Attempt
 from worker.transport.protocols import Delivery
 
 MAX_ERROR_CHARS = 1000
@@ -64,6 +65,8 @@ class Call:
     refusal: RequestError | None = None
     must_begin: bool = False  # an `end` without an attempt did not count: end inside one
     num_attempts: int = 0
+    attempt: Attempt | None = None  # the last one
+    given_up: bool = False  # without an `end`, by a worker that lives: its next owner goes on
     num_too_large: int = 0  # attempts that ended with a record that its reply topic refused for its size
     admitted: Request | None = None  # what admission knows of it, from when it is asked until it is released
     engine_id: str = ""  # of the engine request that runs for it, "" for none
@@ -89,6 +92,11 @@ class Call:
         return self.delivery.tracker.is_inherited(self.delivery.source.offset)
 
     @property
+    def taken_in_before(self) -> bool:
+        """An earlier owner of its partition has taken it in, and may have tried it."""
+        return self.delivery.tracker.was_taken_in(self.delivery.source.offset)
+
+    @property
     def stream(self) -> bool:
         return self.request is None or self.request.stream
 
@@ -96,6 +104,11 @@ class Call:
     def single_end(self) -> bool:
         """Nothing but one `end` with attempt -1 is written: a request-reply client takes the first record (5.6)."""
         return not self.address.per_request and not self.stream
+
+    @property
+    def may_end_without_attempt(self) -> bool:
+        """On a shared log nobody tells whether an attempt has begun; only what no worker could decode never has."""
+        return self.address.per_request or self.request is None or self.single_end
 
     def asked(self) -> PromptRequest:
         """The request. Asserts that it could be decoded."""

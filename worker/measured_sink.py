@@ -5,7 +5,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from schemas.headers import ReplyAddress
-from schemas.records import ReplyRecord
+from schemas.records import LogRecord
 from schemas.reply_log import ReplyLog
 from worker.metrics import Metrics
 from worker.transport.protocols import Headers, ReplySink
@@ -24,7 +24,7 @@ class MeasuredSink:
     async def locate(self, address: ReplyAddress) -> ReplyAddress | None:
         return await self._sink.locate(address)
 
-    async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
+    async def send(self, address: ReplyAddress, record: LogRecord, trace: str | None = None) -> int | None:
         return await self._measured(address.topic, True, self._sink.send(address, record, trace), None)
 
     async def read(self, address: ReplyAddress, start: int, until: int | None) -> ReplyLog:

@@ -16,7 +16,7 @@ import structlog
 
 from schemas.codec import decode_map
 from schemas.errors import DecodeError, RequestError, Unanswerable
-from schemas.headers import read_reply_address, read_request_headers
+from schemas.headers import ReplyAddress, read_reply_address, read_request_headers
 from schemas.reasons import DeadLetterReason, ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, End, event_of
 from schemas.reply_log import ReplyLog
@@ -27,6 +27,7 @@ from worker.call import Call, Outcome, ServerConfig
 from worker.cancels import Cancels
 from worker.engine.admission import Begun, Delay, Refuse
 from worker.engine.request import Request
+from worker.leaving import LEFT_S, Leaving
 from worker.loop import EngineLoop, EventStream
 from worker.prepare import ModelFacts, check_fields, check_tier, engine_request, sampling_params, tokenise
 from worker.reply_progress import ReplyProgress
@@ -48,7 +49,6 @@ LONG_VALUE_BYTES = 8192  # longer values are decoded and tokenised off the event
 AGAIN_S = 0.05  # before another attempt, so that two that fence each other do not spin
 TWIN_POLL_S = 0.5
 MAX_TOO_LARGE = 3  # attempts at which a shared reply topic refused a record's size; then the answer is an error
-MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
 LOAD_CODES = (ErrorCode.OVERLOADED, ErrorCode.QUOTA_EXCEEDED, ErrorCode.DEADLINE_UNREACHABLE)  # not for what has begun
 SEED_BITS = 53  # drawn seeds survive JSON readers that hold numbers as doubles
 
@@ -72,7 +72,6 @@ class RequestServer:
     ) -> None:
         self._config = config
         self._model = model
-        self._other_models: set[str] = set()  # that were warned of
         self._engine = engine
         self._gate = self.gate = gate
         self._sink = sink
@@ -88,6 +87,7 @@ class RequestServer:
         self._burials: list[asyncio.Task[None]] = []
         self._cancels = Cancels(CANCEL_TTL_MS / 1000)
         self._suspects = Suspects(config.max_fruitless_attempts)
+        self._leaving = Leaving(sink, self._forget_log)
         self._num_engine_requests = 0
         self._num_lost = 0
         self._seeds = random.SystemRandom()
@@ -158,6 +158,7 @@ class RequestServer:
         for call, task in self._calls.items():
             if call.delivery.lane == lane and not self._sources[lane].owns(call.delivery):
                 self._release(call)  # at once: what it holds of its tenant's quota is not in the way of others
+                call.given_up = True
                 task.cancel()
 
     async def drain(self, timeout: float) -> int:
@@ -165,14 +166,17 @@ class RequestServer:
         the next owner resumes it. What waits for its quota is dropped at once. Returns how many were dropped."""
         self._gate.close()
         num_lost = self._num_lost
-        serving = [*self._calls.values(), *self._burials]
+        calls, serving = list(self._calls), [*self._calls.values(), *self._burials]
         if serving:
-            await asyncio.wait(serving, timeout=timeout)
-        left = [task for task in serving if not task.done()]
-        for task in left:
+            await asyncio.wait(serving, timeout=timeout - min(LEFT_S, timeout / 10))
+        for call in calls:
+            call.given_up = True  # nothing, where it has ended
+        dropped = [task for task in serving if not task.done()]
+        for task in dropped:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        return len(left) + self._num_lost - num_lost
+        await asyncio.gather(*dropped, return_exceptions=True)
+        await self._leaving.close(LEFT_S)
+        return len(dropped) + self._num_lost - num_lost
 
     # One record's service
 
@@ -180,12 +184,14 @@ class RequestServer:
         self._telemetry.bind(call.delivery, call.trace, call.correlation_id)
         try:
             outcome = await self._outcome(call)
-            if outcome is not Outcome.LOST:
+            call.given_up = outcome is Outcome.LOST
+            if not call.given_up:
                 self._sources[call.delivery.lane].done(call.delivery)
-            self._num_lost += outcome is Outcome.LOST
+            self._num_lost += call.given_up
             self._telemetry.finished(call, outcome)
         except Exception:
             # Nothing more can be tried here. It stays undone, so the partition's next owner tries again.
+            call.given_up = True
             log.exception("request.abandoned", input=call.delivery.source.to_fields())
         finally:
             self._forget(call)
@@ -200,8 +206,15 @@ class RequestServer:
         twins.remove(call)
         if not twins:
             del self._by_correlation_id[call.address.correlation_id]
-        if not any(twin.address.topic == call.address.topic for twin in twins):
-            self._sink.forget(call.address)  # not before: a twin writes to the same log
+        # One that nobody gave up was cancelled, because the worker ends at once: perhaps of this very request.
+        if not (call.given_up and self._leaving.leave(call)):
+            self._forget_log(call.address)
+
+    def _forget_log(self, address: ReplyAddress) -> None:
+        """One who wrote to that log does so no more; perhaps a twin does."""
+        twins = self._by_correlation_id.get(address.correlation_id, ())
+        if not any(twin.address.topic == address.topic for twin in twins):
+            self._sink.forget(address)
 
     async def _outcome(self, call: Call) -> Outcome:
         try:
@@ -292,6 +305,7 @@ class RequestServer:
                 return Outcome.ANSWERED if ours else Outcome.DUPLICATE
             if verdict is Verdict.WAIT:
                 self._release(call)
+                self._leaving.leave(call)
                 await self._wait_for_twin(call)
                 return Outcome.DUPLICATE
             if not self._sources[call.delivery.lane].owns(call.delivery):
@@ -321,7 +335,6 @@ class RequestServer:
             return True
         call.admitted = self._new_request(call)
         call.trace.waits(call.delivery.lane, call.admitted.priority)
-
         if self._is_cancelled(call):
             return True
         decision = await self._gate.enter(
@@ -376,8 +389,8 @@ class RequestServer:
     # One attempt
 
     async def _attempt(self, call: Call) -> Verdict:
-        attempt = Attempt(call.delivery.source, call.address.per_request)
-        if call.refusal is not None and not call.must_begin and self._may_end_without_attempt(call):
+        attempt = call.attempt = Attempt(call.delivery.source, call.address.per_request)
+        if call.refusal is not None and not call.must_begin and call.may_end_without_attempt:
             call.must_begin = not call.single_end
             end = call.refusal_record(-1, ReplyProgress(1, False), self._now())
             return await self._end_without_attempt(call, attempt, end)
@@ -389,9 +402,10 @@ class RequestServer:
                     progress.add(event)
                 call.num_output = progress.num_completion_tokens
             return await self._end_without_attempt(call, attempt, call.end_record(-1, events, progress, self._now()))
-        before = await self._look_back(call)
+        guarded = self._suspects.may_include(call)
+        before = await self._look_back(call) if guarded else None
         # What nobody can have tried is computed while `begin` is on its way.
-        stream = self._start(call, None) if call.refusal is None and before is None else None
+        stream = self._start(call, None) if call.refusal is None and not guarded else None
         attempt.begins()
         begin = call.begin_record(self._config.worker, self._model.name, self._now())
         verdict = attempt.acknowledged(await self._send(call, begin))
@@ -399,10 +413,10 @@ class RequestServer:
         if verdict is Verdict.READ:
             resumed = await self._read_begun(call, attempt, before, begin)
             verdict = self._note_end(call, attempt.read(resumed), resumed)
-            self._warn_of_another_model(resumed)
+            self._telemetry.looked_back(resumed, self._model.name)
         if verdict is not Verdict.GO_ON:
             return verdict
-        if before is not None and resumed is not None and not await self._may_be_tried(call, resumed):
+        if guarded and resumed is not None and not await self._may_go_on(call, resumed, has_turn=before is not None):
             return Verdict.AGAIN
         if call.refusal is None:
             stream = self._resume(call, stream, resumed)
@@ -410,10 +424,9 @@ class RequestServer:
         return await self._write(call, attempt, stream, resumed)
 
     async def _look_back(self, call: Call) -> ReplyLog | None:
-        """The log of a request that an earlier owner may have tried, once it may be begun; None: not so, or nobody
-        counts. It may be what that owner died of, so it must not be computed before its `begin` counts."""
-        told = call.address.per_request and call.stream and self._suspects.counts
-        if not told or call.refusal is not None or call.events is not None or not call.inherited:
+        """The log of a request that was taken in before, once it may be begun. None: nobody is known to have taken it
+        in, which is all of a backlog that nobody has served; should somebody have, its `begin` is not at offset 0."""
+        if call.num_attempts == 1 and not call.taken_in_before:
             return None
         seen = await self._sink.read(call.address, 0, None)
         await self._suspects.turn(call, seen, partial(self._is_over, call))
@@ -426,32 +439,18 @@ class RequestServer:
         before.feed(attempt.read_until, begin)
         return before
 
-    async def _may_be_tried(self, call: Call, resumed: ReplyLog) -> bool:
-        """Sets the refusal of a request of which too many attempts left nothing. False: its partition went elsewhere
-        before it was a dead letter."""
+    async def _may_go_on(self, call: Call, resumed: ReplyLog, *, has_turn: bool) -> bool:
+        """Sets the refusal of a request of which too many attempts left nothing. False: a suspect, it has left this
+        attempt to wait for its turn first; or its partition went elsewhere before it was a dead letter."""
         fault = self._suspects.fault(resumed)
-        if fault is None:
+        if fault is not None:
+            call.refusal, call.must_begin = RequestError(ErrorCode.INTERNAL, fault), True
+            return await self._side.bury(call.delivery, call.trace, DeadLetterReason.FRUITLESS_ATTEMPTS, fault)
+        if has_turn or not self._suspects.takes_turns(len(resumed.fruitless) - 1):
             return True
-        call.refusal, call.must_begin = RequestError(ErrorCode.INTERNAL, fault), True
-        return await self._side.bury(call.delivery, call.trace, DeadLetterReason.FRUITLESS_ATTEMPTS, fault)
-
-    def _warn_of_another_model(self, seen: ReplyLog) -> None:
-        """A set of lanes serves one model (protocol.md 1). No refusal: another name may be that of a copy of ours."""
-        first = seen.first_begin.model if seen.first_begin is not None else self._model.name
-        if first == self._model.name or first in self._other_models or len(self._other_models) >= MAX_OTHER_MODELS:
-            return
-        self._other_models.add(first)
-        log.warning(
-            "lanes.serve_another_model",
-            ours=self._model.name,
-            other=first,
-            meaning="a worker with another model has begun a request of these lanes; what we resume of it mixes both. "
-            "Give each model lanes of its own (--lane-prefix), or all workers of these lanes the same --model",
-        )
-
-    def _may_end_without_attempt(self, call: Call) -> bool:
-        """On a shared log nobody tells whether an attempt has begun; only what no worker could decode never has."""
-        return call.address.per_request or call.request is None or call.single_end
+        if (leaving := self._leaving.leave(call)) is not None:
+            await asyncio.wait([leaving])
+        return False
 
     async def _end_without_attempt(self, call: Call, attempt: Attempt, end: End) -> Verdict:
         attempt.refuses()
@@ -482,6 +481,7 @@ class RequestServer:
             while record := progress.take_record(attempt.number):
                 not_before = call.tier.next_flush(asyncio.get_running_loop().time())
                 num_records += 1
+                attempt.writes()
                 verdict = attempt.acknowledged(await self._sink.send(call.address, record))
                 if verdict is Verdict.READ:
                     verdict = await self._read_gap(call, attempt)
@@ -569,7 +569,7 @@ class RequestServer:
         seed = call.seed if resumed is None or resumed.first_begin is None else resumed.first_begin.seed
         if seed == call.seed and not (resumed and any(resumed.token_ids.values())):
             return stream or self._start(call, None)
-        if call.num_attempts == 1 and call.admitted is not None:
+        if (call.num_attempts == 1 or call.events is None) and call.admitted is not None:
             self._gate.waive(call.admitted)
         call.seed = seed
         return self._start(call, resumed)

@@ -38,15 +38,24 @@ class Suspects:
     def counts(self) -> bool:
         return self._max_fruitless > 0
 
+    def may_include(self, call: Call) -> bool:
+        """Whether it may be what an earlier owner died of: then it must not be computed before its `begin` counts."""
+        told = self.counts and call.address.per_request and call.stream
+        return told and call.refusal is None and call.events is None and call.inherited
+
     def fault(self, seen: ReplyLog) -> str | None:
         """Why there must be no further attempt; None: there may be. `seen`: with our own `begin` as the last."""
         number = len(seen.fruitless) - 1
         if not self.counts or number < self._max_fruitless:
             return None
         return (
-            f"{number} attempts in a row ended without a token: each time the worker died or lost the request. It is "
+            f"{number} attempts in a row ended without a token: each time the worker was gone without a word. It is "
             "not tried again, since it may be what the workers die of"
         )
+
+    def takes_turns(self, number: int) -> bool:
+        """Whether a request waits for its turn after so many fruitless attempts."""
+        return self.counts and self._turns_from <= number < self._max_fruitless
 
     async def turn(self, call: Call, seen: ReplyLog, is_over: Callable[[], bool]) -> None:
         """Returns when the request may be begun. `leave` must follow.
@@ -56,7 +65,7 @@ class Suspects:
             is_over: it will not be computed, whatever comes; then it waits for nobody.
         """
         number = len(seen.fruitless)
-        if not self.counts or not self._turns_from <= number < self._max_fruitless or self._holder is call:
+        if not self.takes_turns(number) or self._holder is call:
             return
         log.warning("request.suspect", fruitless_attempts=number, bound=self._max_fruitless)
         loop = asyncio.get_running_loop()

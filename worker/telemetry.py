@@ -17,6 +17,10 @@ from worker.snapshots import Snapshots
 from worker.tracing import RequestTrace, Tracing, operation_of
 from worker.transport.protocols import Delivery
 
+MAX_OTHER_MODELS = 16  # that are warned of: anybody may write to a reply log
+
+log = structlog.get_logger(__name__)
+
 
 class Telemetry:
     """Of one worker: a StepObserver, and what the server tells of its requests. Used on the event loop."""
@@ -25,6 +29,7 @@ class Telemetry:
         self.metrics = metrics
         self._tracing = tracing
         self._snapshots = snapshots
+        self._other_models: set[str] = set()  # that were warned of
 
     @classmethod
     def unheard(cls, worker: str, tiers: Mapping[str, Tier], model: str, clock: Clock) -> Self:
@@ -75,6 +80,21 @@ class Telemetry:
         """It has to wait for its tenant's quota."""
         call.trace.delayed()
         self.metrics.throttled(call.tenant)
+
+    def looked_back(self, seen: ReplyLog, ours: str) -> None:
+        """Warns of a set of lanes that does not serve one model, `ours` (protocol.md 1). Not more than that: another
+        name may be that of a copy."""
+        first = seen.first_begin.model if seen.first_begin is not None else ours
+        if first == ours or first in self._other_models or len(self._other_models) >= MAX_OTHER_MODELS:
+            return
+        self._other_models.add(first)
+        log.warning(
+            "lanes.serve_another_model",
+            ours=ours,
+            other=first,
+            meaning="a worker with another model has begun a request of these lanes; what we resume of it mixes both. "
+            "Give each model lanes of its own (--lane-prefix), or all workers of these lanes the same --model",
+        )
 
     def begun(self, call: Call, attempt: int | None, resumed: ReplyLog | None) -> None:
         """Its `begin` counts, at offset `attempt`. resumed: the log that it goes on after."""

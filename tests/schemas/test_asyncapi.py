@@ -27,6 +27,7 @@ from schemas.records import (
     End,
     ErrorInfo,
     InputRef,
+    Left,
     Preemptions,
     Timing,
     TokenLogprob,
@@ -56,6 +57,7 @@ SAMPLES = {
     "begin": lambda kind: encode_reply(Begin(False, "w", "m", 3, 2**64 - 1, 1.5, SOURCE), kind),
     "tokens": lambda kind: encode_reply(Tokens(0, 0, 0, (5,), "x", LOGPROBS), kind),
     "end": lambda kind: encode_reply(END, kind),
+    "left": lambda kind: encode_reply(Left(0), kind),
     "cancel": lambda kind: encode_cancel(Cancel(b"abc"), kind),
     "usage": lambda kind: encode_usage(USAGE, kind),
     "prompt": lambda kind: encode_map(
@@ -89,6 +91,7 @@ def test_every_field_is_in_it() -> None:
         Begin,
         Tokens,
         End,
+        Left,
         UsageRecord,
         TokenLogprob,
         ErrorInfo,
@@ -117,6 +120,7 @@ def test_encoded_records_match_their_schema(message: str, content_type: ContentT
         ("prompt", {"n": 1}),
         ("prompt", {"prompt": "x", "max_token": 1}),
         ("tokens", {"attempt": 0}),
+        ("left", {"attempt": -1}),
         ("end", {"attempt": 0, "finish_reason": "tired"}),
     ],
 )
@@ -136,7 +140,7 @@ def test_every_header_is_in_it() -> None:
     assert header_names("prompt") == {name for name, _ in request} | aliases
     address = read_reply_address([("kafka_correlationId", b"x")], SOURCE)
     assert {name for name, _ in write_reply_headers(address, "end", "x")} <= header_names("end")
-    assert "traceparent" not in header_names("tokens")
+    assert "traceparent" not in header_names("tokens") | header_names("left")
     letter = {name for name, _ in dead_letter_headers([], SOURCE, "x", "y", "z")}
     assert header_names("deadLetter") == letter | {CUT_VALUE, CUT_KEY, CUT_HEADERS}
 
@@ -151,6 +155,9 @@ def test_channels_and_replies_are_those_of_the_service() -> None:
     assert {name: str(value) for name, value in configuration.items()} == REPLY_TOPIC_CONFIG
     reply = DOCUMENT["operations"]["complete"]["reply"]
     assert reply["address"]["location"] == "$message.header#/reply_to"
+    events = {"begin", "tokens", "end", "left"}
+    assert set(channels["replies"]["messages"]) == set(channels["requestReplies"]["messages"]) == events
+    assert len(reply["messages"]) == len(events)
     assert channels["replies"]["address"] is None  # AsyncAPI: no address beside a runtime one
     for reference in references(DOCUMENT):
         node: Any = DOCUMENT

@@ -21,8 +21,9 @@ from schemas.records import (
     End,
     ErrorInfo,
     InputRef,
+    Left,
+    LogRecord,
     Preemptions,
-    ReplyRecord,
     Timing,
     TokenLogprob,
     Tokens,
@@ -41,7 +42,7 @@ BOTH = pytest.mark.parametrize("content_type", list(ContentType))
 FUZZ = settings(max_examples=100, deadline=None, database=None)
 SOURCE = InputRef("prompts.standard", 3, 17, 1_700_000_000_000)
 LOGPROBS = (TokenLogprob(5, -0.5, ((5, -0.5), (6, -1.5))), TokenLogprob(9, 0.0))
-RECORDS: list[ReplyRecord] = [
+RECORDS: list[LogRecord] = [
     Begin(restart=False, worker="w", model="m", prompt_tokens=3, seed=2**64 - 1, queued_ms=1.5, input=SOURCE),
     Tokens(attempt=0, choice=1, position=2, token_ids=(5, 9), text="héy"),
     Tokens(attempt=0, choice=0, position=0, token_ids=(5, 9), text="", logprobs=LOGPROBS),
@@ -55,23 +56,24 @@ RECORDS: list[ReplyRecord] = [
         choices=(ChoiceResult("a", (1,), FinishReason.STOP), ChoiceResult("b", (5, 9), FinishReason.LENGTH, LOGPROBS)),
         tail={0: "x", 15: "y"},
     ),
+    Left(attempt=7),
 ]
 
 
-def headers_of(record: ReplyRecord, content_type: ContentType) -> list[tuple[str, bytes]]:
+def headers_of(record: LogRecord, content_type: ContentType) -> list[tuple[str, bytes]]:
     return [("event", event_of(record).encode()), ("content-type", content_type.encode())]
 
 
 @BOTH
 @pytest.mark.parametrize("record", RECORDS, ids=event_of)
-def test_a_record_comes_back_as_it_went(record: ReplyRecord, content_type: ContentType) -> None:
+def test_a_record_comes_back_as_it_went(record: LogRecord, content_type: ContentType) -> None:
     """Every field of every event, in both types; the tail's keys are integers again."""
     assert decode_reply(headers_of(record, content_type), encode_reply(record, content_type)) == record
 
 
 @BOTH
 @pytest.mark.parametrize("record", RECORDS, ids=event_of)
-def test_unknown_fields_are_ignored(record: ReplyRecord, content_type: ContentType) -> None:
+def test_unknown_fields_are_ignored(record: LogRecord, content_type: ContentType) -> None:
     """The contract may grow under a reader."""
     value = encode_map({**record.to_fields(), "new": {"x": [1]}}, content_type)
     assert decode_reply(headers_of(record, content_type), value) == record
@@ -84,7 +86,7 @@ def test_unknown_events_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=event_of)
-def test_a_missing_or_mistyped_field_is_a_protocol_error(record: ReplyRecord) -> None:
+def test_a_missing_or_mistyped_field_is_a_protocol_error(record: LogRecord) -> None:
     """It names the event and the field."""
     fields = record.to_fields()
     optional = {"v", "logprobs", "error", "usage", "timing", "preemptions", "choices", "tail"}
@@ -112,6 +114,7 @@ def test_a_missing_or_mistyped_field_is_a_protocol_error(record: ReplyRecord) ->
         ("begin", {"restart": 1}),
         ("begin", {"input": ["t", 0, 1]}),
         ("begin", {"input": ["t", 0, 1, True]}),
+        ("left", {"attempt": -1}),
     ],
 )
 def test_values_outside_the_contract_are_protocol_errors(event: str, change: dict[str, object]) -> None:
@@ -275,7 +278,7 @@ FIELD_NAMES = sorted({name for record in RECORDS for name in record.to_fields()}
 
 @FUZZ
 @given(
-    st.sampled_from(["begin", "tokens", "end"]),
+    st.sampled_from(["begin", "tokens", "end", "left"]),
     st.dictionaries(st.sampled_from(FIELD_NAMES), ODD),
     st.binary(max_size=40),
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import ProtocolError
 from schemas.reasons import FinishReason
-from schemas.records import Begin, End, InputRef, ReplyRecord, TokenLogprob, Tokens
+from schemas.records import Begin, End, InputRef, Left, LogRecord, TokenLogprob, Tokens
 from schemas.reply_log import ReplyLog
 
 FIRST = InputRef("prompts.standard", 0, 1, 1000)
@@ -27,7 +27,7 @@ def end(attempt: int) -> End:
     return End(attempt, FinishReason.STOP)
 
 
-def read(*records: ReplyRecord) -> ReplyLog:
+def read(*records: LogRecord) -> ReplyLog:
     log = ReplyLog()
     for offset, record in enumerate(records):
         log.feed(offset, record)
@@ -75,14 +75,37 @@ def test_a_resumed_attempt_goes_on_and_fences_the_former() -> None:
         ([begin(), begin(), begin(), tokens(1, 0, 5)], {0, 2}),
         ([begin(), begin(), end(0)], {1}),
         ([begin(), begin(), end(1), begin(), begin()], {0, 1}),
+        ([begin(), Left(0), begin(), Left(2), begin()], {4}),
+        ([begin(), begin(), begin(), Left(1), Left(0)], {2}),
+        ([begin(), begin(), Left(0), Left(0), Left(5), begin()], {1, 5}),
+        ([begin(), tokens(0, 0, 5), begin(), Left(2), begin()], {4}),
+        ([begin(), begin(), end(1), Left(0)], {1}),
     ],
     ids=["nothing", "ended unbegun", "three", "a restart", "after a token, with a restart", "the second has one",
-         "repeated", "a zombie's after that", "a zombie's own", "a zombie's end", "ended"],
+         "repeated", "a zombie's after that", "a zombie's own", "a zombie's end", "ended", "left", "left when fenced",
+         "left twice, and by nobody", "left after a token", "left after the end"],
 )  # fmt: skip
-def test_attempts_without_a_token_are_told(records: list[ReplyRecord], fruitless: set[int]) -> None:
+def test_attempts_without_a_token_are_told(records: list[LogRecord], fruitless: set[int]) -> None:
     """Those since the last accepted token that left nothing but their begin. What is not accepted starts no new count,
-    but who wrote it was alive, and is not among them. A token that a restart has taken back was one."""
+    but who wrote it was alive, and is not among them; nor is who says that it has left. A token that a restart has
+    taken back was one."""
     assert read(*records).fruitless == fruitless
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("attempt", [10, 20, 50])
+def test_left_changes_nothing_else(place: int, attempt: int) -> None:
+    """No attempt, no count, no trace: wherever it stands and whose it is, what is accepted is what it is without."""
+    records = [begin(), begin(), tokens(20, 0, 5), tokens(10, 0, 6), begin(), tokens(50, 1, 7), end(50)]
+    traceparent = [("traceparent", f"00-{'1' * 32}-{'2' * 16}-01".encode())]
+    plain, log = ReplyLog(), ReplyLog()
+    for i in range(8):
+        if i == place:
+            assert log.feed(10 * i + 5, Left(attempt), traceparent) is None
+        if i < len(records):
+            assert log.feed(10 * i + 10, records[i]) == plain.feed(10 * i + 10, records[i])
+    assert replace(log, fruitless=set(), last_offset=0) == replace(plain, fruitless=set(), last_offset=0)
+    assert (log.ended, log.token_ids, log.num_skipped) == (True, {0: [5, 7]}, 1)
 
 
 def test_a_restart_clears() -> None:
@@ -146,12 +169,12 @@ def test_accepted_tokens_only_grow(data: st.DataObject) -> None:
     answer = {choice: data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8)) for choice in range(2)}
     log = ReplyLog()
     next_position: dict[int, dict[int, int]] = {}  # attempt -> choice -> position of its next token
-    written: list[ReplyRecord] = []
+    written: list[LogRecord] = []
     for offset in range(data.draw(st.integers(1, 20))):
         before = {choice: list(ids) for choice, ids in log.token_ids.items()}
-        kind = data.draw(st.sampled_from(["begin", "restart", "tokens", "retry", "end"]))
+        kind = data.draw(st.sampled_from(["begin", "restart", "tokens", "retry", "end", "left"]))
         if kind in ("begin", "restart") or not next_position:
-            record: ReplyRecord = begin(restart=kind == "restart")
+            record: LogRecord = begin(restart=kind == "restart")
             accepted = {} if kind == "restart" else before
             next_position[offset] = {choice: len(accepted.get(choice, [])) for choice in answer}
         elif kind == "retry":
@@ -160,6 +183,8 @@ def test_accepted_tokens_only_grow(data: st.DataObject) -> None:
                 next_position[offset] = {
                     choice: len([] if record.restart else before.get(choice, [])) for choice in answer
                 }
+        elif kind == "left":
+            record = Left(data.draw(st.sampled_from(sorted(next_position))))
         else:
             attempt = data.draw(st.sampled_from(sorted(next_position)))
             choice = data.draw(st.sampled_from(sorted(answer)))

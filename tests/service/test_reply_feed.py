@@ -9,12 +9,12 @@ import pytest
 from schemas.codec import ContentType
 from schemas.errors import ProtocolError
 from schemas.reasons import FinishReason
-from schemas.records import Begin, End, InputRef, ReplyRecord, TokenLogprob, Tokens, encode_reply, event_of
+from schemas.records import Begin, End, InputRef, Left, LogRecord, TokenLogprob, Tokens, encode_reply, event_of
 from service.errors import StreamBroken
 from service.reply_reader import ReplyFeed
 
 
-def _record(offset: int, reply: ReplyRecord) -> Any:
+def _record(offset: int, reply: LogRecord) -> Any:
     headers = [("event", event_of(reply).encode()), ("content-type", b"application/msgpack")]
     return SimpleNamespace(offset=offset, headers=headers, value=encode_reply(reply, ContentType.MSGPACK))
 
@@ -28,7 +28,7 @@ def _tokens(attempt: int, position: int, *token_ids: int, choice: int = 0) -> To
     return Tokens(attempt, choice, position, token_ids, "".join(map(chr, token_ids)), logprobs)
 
 
-def _feed(*replies: ReplyRecord) -> ReplyFeed:
+def _feed(*replies: LogRecord) -> ReplyFeed:
     feed = ReplyFeed()
     for offset, reply in enumerate(replies):
         feed.accept(_record(offset, reply))
@@ -60,6 +60,25 @@ async def test_take_waits_for_news() -> None:
     assert not taking.done()
     feed.accept(_record(0, _begin()))
     assert await taking == _begin()
+
+
+async def test_what_workers_leave_for_each_other_wakes_nobody() -> None:
+    """`left` is no event, does not come between tokens, and is not in the log that the consumer sees."""
+    feed = _feed(_begin(), Left(0))
+    assert await feed.take() == _begin()
+    taking = asyncio.create_task(feed.take())
+    await asyncio.sleep(0.01)
+    feed.accept(_record(2, Left(0)))
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    assert not feed._news.is_set()
+    for offset, reply in enumerate(
+        [_begin(), _tokens(3, 0, 65), Left(0), _tokens(3, 1, 66), Left(0), End(3, FinishReason.STOP)], 3
+    ):
+        feed.accept(_record(offset, reply))
+    assert await taking == _begin()
+    assert [await feed.take(), await feed.take()] == [_tokens(3, 0, 65, 66), End(3, FinishReason.STOP)]
+    assert (feed.log.num_begins, feed.log.num_skipped) == (2, 0)
 
 
 async def test_failure_comes_after_what_was_received() -> None:

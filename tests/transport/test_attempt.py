@@ -1,8 +1,9 @@
 """The writer rule, case by case, and in every interleaving of the protocol's model checker."""
 
+import copy
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,12 @@ def writing(per_request: bool = True, number: int = 0) -> Attempt:
         verdict = attempt.read(ReplyLog(attempt=number, oldest_input=OURS))
     assert verdict is Verdict.GO_ON
     return attempt
+
+
+def written(attempt: Attempt, offset: int | None) -> Verdict:
+    """What follows when a `tokens` record landed at `offset`."""
+    attempt.writes()
+    return attempt.acknowledged(offset)
 
 
 def test_a_begin_at_offset_0_was_the_first():
@@ -55,8 +62,8 @@ def test_a_later_begin_reads_the_log_up_to_itself():
 def test_contiguous_acknowledgements_need_no_reading():
     """begin at o, then o+1, o+2: nobody else has written; the end that follows is accepted."""
     attempt = writing(number=4)
-    assert attempt.acknowledged(5) is Verdict.GO_ON
-    assert attempt.acknowledged(6) is Verdict.GO_ON
+    assert written(attempt, 5) is Verdict.GO_ON
+    assert written(attempt, 6) is Verdict.GO_ON
     attempt.ends()
     assert attempt.acknowledged(7) is Verdict.DONE
 
@@ -70,23 +77,23 @@ def test_after_a_gap_the_log_tells():
         (ReplyLog(attempt=1, oldest_input=OURS, end=AN_END), Verdict.DONE),
     ):
         attempt = writing()
-        assert attempt.acknowledged(2) is Verdict.READ
+        assert written(attempt, 2) is Verdict.READ
         assert attempt.read(log) is expected
 
 
 def test_after_a_gap_the_next_offset_is_expected():
     """Going on after a doubled record, the acknowledged offset plus one is no gap."""
     attempt = writing()
-    attempt.acknowledged(2)
+    written(attempt, 2)
     attempt.read(ReplyLog(attempt=0, oldest_input=OURS))
-    assert attempt.acknowledged(3) is Verdict.GO_ON
+    assert written(attempt, 3) is Verdict.GO_ON
 
 
 @pytest.mark.parametrize("offset", [None, -1])
 def test_a_failed_send_is_like_being_fenced(offset: int | None):
     """A failed send, or an acknowledgement without an offset: begin again."""
     for attempt in (writing(), writing(per_request=False)):
-        assert attempt.acknowledged(offset) is Verdict.AGAIN
+        assert written(attempt, offset) is Verdict.AGAIN
     ending = writing()
     ending.ends()
     assert ending.acknowledged(offset) is Verdict.AGAIN
@@ -95,7 +102,7 @@ def test_a_failed_send_is_like_being_fenced(offset: int | None):
 def test_on_a_shared_log_offsets_tell_nothing_and_the_end_is_read_back():
     """Records of others lie between ours; whether our end counts is read from our begin on (rule 6)."""
     attempt = writing(per_request=False, number=50)
-    assert attempt.acknowledged(90) is Verdict.GO_ON
+    assert written(attempt, 90) is Verdict.GO_ON
     attempt.ends()
     assert attempt.acknowledged(120) is Verdict.READ
     assert attempt.read(ReplyLog(attempt=50, oldest_input=OURS, end=AN_END)) is Verdict.DONE
@@ -119,13 +126,94 @@ def test_an_end_without_an_attempt_counts_at_offset_0_only():
 
 
 def test_misuse_is_a_programmer_error():
-    """An acknowledgement without a send, and a second life, are refused."""
+    """An acknowledgement without a send, a second record on its way, one before the log was read, and a second life."""
     with pytest.raises(AssertionError):
         Attempt(OURS, per_request=True).acknowledged(0)
-    over = writing()
-    over.acknowledged(None)
     with pytest.raises(AssertionError):
-        over.acknowledged(1)
+        writing().acknowledged(1)
+    hasty, blind = writing(), writing()
+    hasty.writes()
+    written(blind, 7)
+    over = writing()
+    written(over, None)
+    for attempt in (hasty, blind, over):
+        for send in (attempt.writes, attempt.ends):
+            with pytest.raises(AssertionError):
+                send()
+
+
+def test_an_attempt_that_has_only_begun_may_be_left():
+    """Its `begin` is acknowledged, the log read or not, and nothing else of it was sent; also when an older record
+    wins. Not on a shared log, where nobody counts."""
+    begun = Attempt(OURS, per_request=True)
+    assert not begun.may_leave
+    begun.begins()
+    assert not begun.may_leave
+    begun.acknowledged(7)
+    assert begun.may_leave
+    for log, may_leave in (
+        (ReplyLog(attempt=7, oldest_input=OURS), True),
+        (ReplyLog(attempt=7, oldest_input=OLDER), True),
+        (ReplyLog(attempt=0, oldest_input=OURS, end=AN_END), False),
+    ):
+        attempt = copy.copy(begun)
+        attempt.read(log)
+        assert attempt.may_leave is may_leave
+    assert not writing(per_request=False).may_leave
+
+
+@pytest.mark.parametrize("offset", [None, 1, 2])
+def test_what_has_sent_a_token_is_not_left(offset: int | None):
+    """It may be there, whatever the acknowledgement says; and so may an `end`."""
+    for send in (Attempt.writes, Attempt.ends):
+        attempt = writing()
+        send(attempt)
+        assert not attempt.may_leave
+        attempt.acknowledged(offset)
+        assert not attempt.may_leave
+
+
+STEPS: dict[str, Callable[[Attempt], object]] = {
+    "begins": Attempt.begins,
+    "refuses": Attempt.refuses,
+    "writes": Attempt.writes,
+    "ends": Attempt.ends,
+    "leaves": Attempt.leaves,
+    "fails": lambda attempt: attempt.acknowledged(None),
+    "lands next": lambda attempt: attempt.acknowledged(attempt.read_until + 1),
+    "lands later": lambda attempt: attempt.acknowledged(attempt.read_until + 3),
+    "is current": lambda attempt: attempt.read(ReplyLog(attempt=attempt.number, oldest_input=OURS)),
+    "is fenced": lambda attempt: attempt.read(ReplyLog(attempt=10**6, oldest_input=OURS)),
+    "is younger": lambda attempt: attempt.read(ReplyLog(attempt=10**6, oldest_input=OLDER)),
+    "has ended": lambda attempt: attempt.read(ReplyLog(attempt=0, oldest_input=OURS, end=AN_END)),
+}
+
+
+def lives(attempt: Attempt, so_far: tuple[str, ...], most: int) -> Iterator[tuple[str, ...]]:
+    """Every sequence of at most so many steps that the attempt lets happen."""
+    yield so_far
+    for name, step in STEPS.items() if len(so_far) < most else ():
+        after = copy.copy(attempt)
+        try:
+            step(after)
+        except AssertionError:
+            continue
+        yield from lives(after, (*so_far, name), most)
+
+
+@pytest.mark.parametrize("per_request", [True, False])
+def test_left_is_the_last_record_of_an_attempt(per_request: bool):
+    """In every life of up to twelve steps: `left` follows on a `begin` that landed and on no other record, and nothing
+    comes after it. On a shared log there is none."""
+    every = set(lives(Attempt(OURS, per_request), (), 12))
+    assert len(every) > 300
+    left = {
+        ("begins", "lands next", "leaves"),
+        ("begins", "lands later", "leaves"),
+        ("begins", "lands later", "is current", "leaves"),
+        ("begins", "lands later", "is younger", "leaves"),
+    }
+    assert {life for life in every if "leaves" in life} == (left if per_request else set())
 
 
 # In every interleaving: the model checker of the contract with our class in place of its writer.
@@ -134,13 +222,17 @@ def test_misuse_is_a_programmer_error():
 @pytest.fixture
 def model(checks: Path) -> Iterator[ModuleType]:
     module = importlib.import_module("protocol_model")
-    original = module.acknowledged
+    original = module.acknowledged, module.worker_steps
     yield module
-    module.acknowledged = original
+    module.acknowledged, module.worker_steps = original
 
 
-def use_attempt(model: ModuleType, attempt_class: type[Attempt]) -> None:
-    """Lets `attempt_class` decide what the model's workers make of their acknowledgements."""
+LEFT = ("left", 0)
+
+
+def use_attempt(model: ModuleType, attempt_class: type[Attempt], *, leaving: bool = False) -> None:
+    """Lets `attempt_class` decide what the model's workers make of their acknowledgements. leaving: those that hear
+    that they lost the record give their attempt up, and say so where they may."""
 
     def source(number: int) -> InputRef:
         return InputRef("prompts", 0, number, timestamp_ms=number)
@@ -155,6 +247,8 @@ def use_attempt(model: ModuleType, attempt_class: type[Attempt]) -> None:
             attempt.acknowledged(0)
             if is_end:
                 attempt.ends()
+            else:
+                attempt.writes()
         return attempt
 
     def acknowledged(case: Any, s: Any, i: int) -> Iterator[Any]:
@@ -180,7 +274,10 @@ def use_attempt(model: ModuleType, attempt_class: type[Attempt]) -> None:
         if verdict is Verdict.DONE:
             yield model.leave(s, i, "mark")
         elif verdict is Verdict.WAIT:
-            yield model.leave(s, i, "wait")
+            waits = model.leave(s, i, "wait")
+            yield waits
+            if leaving and attempt.may_leave:
+                yield on_its_way(waits)
         elif verdict is Verdict.AGAIN:
             yield from model.begin_again(s, i)
         elif worker.phase == "begin":
@@ -190,7 +287,32 @@ def use_attempt(model: ModuleType, attempt_class: type[Attempt]) -> None:
         else:
             yield model.with_workers(s, s.workers)
 
+    def on_its_way(s: Any) -> Any:
+        return s._replace(loose=tuple(sorted([*s.loose, LEFT])[:3]))
+
+    def left_by(case: Any, worker: Any) -> bool:
+        """Whether the worker of a lost record writes `left`, now that it has heard."""
+        attempt = attempt_class(source(worker.source), per_request=not case.shared)
+        is_acknowledged = worker.phase == "write" and not worker.outbox
+        if not is_acknowledged and not (worker.phase == "begin" and worker.outbox and worker.outbox[0][1]):
+            return False  # it waits for an acknowledgement, or has begun nothing
+        attempt.begins()
+        attempt.acknowledged(0)
+        # Of an attempt that can never count again the model forgets what it wrote: then it may have been nothing.
+        if any(worker.attempt in known for known in worker.tokens) and worker.attempt:
+            attempt.writes()
+            attempt.acknowledged(1)
+        return attempt.may_leave
+
+    def worker_steps(case: Any, s: Any, i: int) -> Iterator[Any]:
+        yield from original_steps(case, s, i)
+        if i >= len(s.done) and left_by(case, s.workers[i]):
+            yield "gives up, and sends", i, LEFT, False, on_its_way(model.leave(s, i, "stopped"))
+
+    original_steps = model.worker_steps
     model.acknowledged = acknowledged
+    if leaving:
+        model.worker_steps = worker_steps
 
 
 CASES = {
@@ -211,6 +333,25 @@ def test_every_interleaving_keeps_every_token_once(model: ModuleType, bounds: di
     """No violation in any reachable state, and from each the owners can finish."""
     use_attempt(model, Attempt)
     assert model.explore(model.Case(**bounds)) > 100
+
+
+LEFT_CASES = {
+    "a former owner": {"tokens": 2, "faults": 1},
+    "two former owners": {"workers": 3, "faults": 0},
+    "a caller who leaves": {"leaves": True, "faults": 0},
+    "a prompt published twice": {"records": 2, "faults": 0},
+}
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("bounds", LEFT_CASES.values(), ids=LEFT_CASES)
+def test_left_changes_nothing_in_any_interleaving(model: ModuleType, bounds: dict[str, Any]):
+    """It lands before, between and behind the records of the next owner, or never: that one goes on, or finds what else
+    there is. Readers that do not know it are right."""
+    use_attempt(model, Attempt)
+    without = model.explore(model.Case(**bounds))
+    use_attempt(model, Attempt, leaving=True)
+    assert model.explore(model.Case(**bounds)) > 1.1 * without
 
 
 class IgnoresGaps(Attempt):

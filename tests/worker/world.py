@@ -62,6 +62,14 @@ async def turns(number: int) -> None:
         await asyncio.sleep(0)
 
 
+async def vanish(server: RequestServer) -> None:
+    """The worker is gone: nothing of what it serves goes on, and it writes nothing more."""
+    serving = [*server._calls.values(), *server._burials]
+    for task in serving:
+        task.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
+
+
 class Alarm:
     """A call that waits for its time."""
 
@@ -236,7 +244,7 @@ class World:
             try:
                 yield server
             finally:
-                await server.drain(0)
+                await vanish(server)
                 engine.stop()
                 await running
 

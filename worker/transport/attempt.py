@@ -28,6 +28,7 @@ class _Phase(Enum):
     WRITING = "writing"
     CLOSING = "closing"  # `end` is on its way, or its log is being read
     REFUSING = "refusing"  # an `end` without an attempt is on its way
+    WAITING = "waiting"  # an older record of the same request is served: at most `left` is still to be written
     OVER = "over"
 
 
@@ -46,22 +47,44 @@ class Attempt:
     read_until: int = -1  # with READ: the offset that must have been read
     _expected: int | None = None
     _phase: _Phase = _Phase.NEW
+    _on_its_way: bool = False  # a record is: at most one (rule 3)
+    _to_be_read: bool = False  # the log is, before anything else happens
+    _begin_only: bool = True  # nothing else of it was sent, acknowledged or not
 
     def begins(self) -> None:
         """`begin` is sent."""
-        self._move(_Phase.NEW, _Phase.BEGINNING)
+        self._send(_Phase.NEW, _Phase.BEGINNING)
 
     def refuses(self) -> None:
         """An `end` with attempt -1 is sent (rule 7)."""
-        self._move(_Phase.NEW, _Phase.REFUSING)
+        self._send(_Phase.NEW, _Phase.REFUSING)
+
+    def writes(self) -> None:
+        """`tokens` are sent."""
+        self._send(_Phase.WRITING, _Phase.WRITING)
+        self._begin_only = False
 
     def ends(self) -> None:
         """`end` is sent."""
-        self._move(_Phase.WRITING, _Phase.CLOSING)
+        self._send(_Phase.WRITING, _Phase.CLOSING)
+        self._begin_only = False
+
+    @property
+    def may_leave(self) -> bool:
+        """Its `begin` is acknowledged, nothing else of it was sent, and no `end` is known: given up now, it has left
+        nothing. On a shared log nobody counts attempts."""
+        open_phases = (_Phase.BEGINNING, _Phase.WRITING, _Phase.WAITING)
+        return self.per_request and self.number is not None and self._begin_only and self._phase in open_phases
+
+    def leaves(self) -> None:
+        """It is given up, and `left` is sent: the last record of it, of which nothing need be known any more."""
+        assert self.may_leave, f"left after {self._phase.value}"
+        self._phase, self._to_be_read = _Phase.OVER, False
 
     def acknowledged(self, offset: int | None) -> Verdict:
         """The record on its way landed at `offset`, or failed. Rules 2 to 4, 6 and 7."""
-        assert self._phase not in (_Phase.NEW, _Phase.OVER), "nothing is on its way"
+        assert self._on_its_way, "nothing is on its way"
+        self._on_its_way = False
         if offset is None or offset < 0:
             return self._verdict(Verdict.AGAIN)
         expected, self._expected, self.read_until = self._expected, offset + 1, offset
@@ -76,6 +99,7 @@ class Attempt:
 
     def read(self, log: ReplyLog) -> Verdict:
         """The log was read up to `read_until`: a per-request log from its start, a shared one from `number`."""
+        assert self._to_be_read, "nothing is to be read"
         if log.ended:
             return self._verdict(Verdict.DONE)
         older = log.oldest_input is not None and log.oldest_input.age_key < self.source.age_key
@@ -86,13 +110,16 @@ class Attempt:
             return self._verdict(Verdict.WAIT)
         return self._verdict(Verdict.GO_ON if current and self._phase is _Phase.BEGINNING else Verdict.AGAIN)
 
-    def _move(self, before: _Phase, after: _Phase) -> None:
+    def _send(self, before: _Phase, after: _Phase) -> None:
         assert self._phase is before, f"{after.value} after {self._phase.value}"
-        self._phase = after
+        assert not self._on_its_way, "a record is on its way"
+        assert not self._to_be_read, "the log is to be read"
+        self._phase, self._on_its_way = after, True
 
     def _verdict(self, verdict: Verdict) -> Verdict:
+        self._to_be_read = verdict is Verdict.READ
         if verdict is Verdict.GO_ON:
             self._phase = _Phase.WRITING
         elif verdict is not Verdict.READ:
-            self._phase = _Phase.OVER
+            self._phase = _Phase.WAITING if verdict is Verdict.WAIT else _Phase.OVER
         return verdict

@@ -22,7 +22,7 @@ from schemas.dead_letters import CUT_HEADERS, CUT_KEY, CUT_VALUE
 from schemas.headers import ReplyAddress, write_reply_headers
 from schemas.log_consumer import LogConsumer
 from schemas.null_value import NULL
-from schemas.records import ReplyRecord, decode_reply, encode_reply, event_of
+from schemas.records import LogRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
 from worker.transport.kafka_connections import KafkaConnections, has_died
 from worker.transport.protocols import Headers, RecordTooLarge, ReplyTopicGone, ReplyUnauthorised
@@ -81,7 +81,7 @@ class KafkaReplies:
                 self._log_once("topic_query", address.topic, e)
             await asyncio.sleep(SHOW_POLL_S)
 
-    async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
+    async def send(self, address: ReplyAddress, record: LogRecord, trace: str | None = None) -> int | None:
         value = encode_reply(record, address.content_type)
         headers = write_reply_headers(address, event_of(record), trace)
         if _size(address.correlation_id, value, headers) > self._max_record_bytes:

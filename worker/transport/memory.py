@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from schemas.headers import ReplyAddress, write_reply_headers
-from schemas.records import InputRef, ReplyRecord, decode_reply, encode_reply, event_of
+from schemas.records import InputRef, LogRecord, decode_reply, encode_reply, event_of
 from schemas.reply_log import ReplyLog
 from worker.transport.offset_tracker import OffsetTracker, Seen
 from worker.transport.protocols import Delivery, Headers, ReplyTopicGone
@@ -58,7 +58,7 @@ class MemorySink:
         partition = address.partition or 0
         return replace(address, partition=partition) if partition < len(partitions) else None
 
-    async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
+    async def send(self, address: ReplyAddress, record: LogRecord, trace: str | None = None) -> int | None:
         value = encode_reply(record, address.content_type)
         headers = write_reply_headers(address, event_of(record), trace)
         written = MemoryRecord(address.correlation_id, value, headers)

@@ -86,8 +86,14 @@ class OffsetTracker:
         return Seen.NEW
 
     def is_inherited(self, offset: int) -> bool:
-        """The record was there before this ownership: an earlier owner may have begun it."""
+        """The record was there when this ownership began: an earlier owner may have begun it. So may nobody, where a
+        backlog lay in a lane that was not served; who dies has not committed what it took in last, so no commit tells
+        the two apart."""
         return offset < self._log_end
+
+    def was_taken_in(self, offset: int) -> bool:
+        """The last commit says that an earlier owner had taken the record in, and it was not done."""
+        return offset < self._known_until
 
     def done(self, offset: int) -> None:
         """Marks a record done for good. Asserts that it was taken in and not done before."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from schemas.headers import ReplyAddress
-from schemas.records import InputRef, ReplyRecord
+from schemas.records import InputRef, LogRecord
 from schemas.reply_log import ReplyLog
 from worker.transport.offset_tracker import OffsetTracker
 
@@ -58,7 +58,7 @@ class ReplySink(Protocol):
         """
         ...
 
-    async def send(self, address: ReplyAddress, record: ReplyRecord, trace: str | None = None) -> int | None:
+    async def send(self, address: ReplyAddress, record: LogRecord, trace: str | None = None) -> int | None:
         """Appends a record to a reply log; returns its acknowledged offset, or None when it may not be there.
 
         Raises RecordTooLarge, and ReplyTopicGone when the topic is deleted meanwhile.
