@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -91,6 +92,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
                 tracer=exporting.tracer,
                 snapshots=snapshots,
             )
+            _freeze_heap()
             await run_until_signal(worker, link)
     except* (ModelError, KafkaUnavailable, PortUnavailable) as group:
         for error in _leaves(group):
@@ -100,6 +102,13 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
         raise SystemExit(1) from None
     finally:
         exporting.close()
+
+
+def _freeze_heap() -> None:
+    """Takes what is there to stay out of the collector's sight: torch and transformers alone are 400,000 objects, and
+    each full collection would hold up every stream for a quarter of a second to look through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

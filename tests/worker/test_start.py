@@ -1,8 +1,10 @@
-"""What a worker says while it starts."""
+"""What a worker says and does while it starts."""
+
+import gc
 
 import structlog
 
-from worker.start import _progress_log
+from worker.start import _freeze_heap, _progress_log
 
 
 def test_progress_is_said_in_steps() -> None:
@@ -21,3 +23,13 @@ def test_progress_is_said_in_steps() -> None:
         ("loading the weights", 95),
         ("trying it out", 95),
     ]
+
+
+def test_what_is_there_to_stay_is_not_looked_through_again() -> None:
+    there = len(gc.get_objects())
+    _freeze_heap()
+    try:
+        assert gc.get_freeze_count() > there / 2
+        assert len(gc.get_objects()) < there / 100
+    finally:
+        gc.unfreeze()
