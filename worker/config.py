@@ -160,9 +160,8 @@ class WorkerConfig(KafkaSettings):
     max_fruitless_attempts: int = Field(
         10,
         ge=0,
-        description="Attempts at a request in a row whose worker may be gone without a word before it had a token. "
-        "Then the request gets an error and goes to the dead letters. Drains and re-balances do not count. 0: it is "
-        "tried for ever.",
+        description="Attempts at a request in a row that may end without a token because the worker vanished. Then it "
+        "gets an error and goes to the dead letters. Drains and re-balances do not count. 0: it is tried for ever.",
     )
     commit_interval: Seconds = Field(0.5, description="Seconds between commits of what is done.")
     session_timeout_ms: int = Field(
