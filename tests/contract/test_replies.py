@@ -228,7 +228,7 @@ async def test_a_log_is_read_to_its_end(
 
     monkeypatch.setattr(LogConsumer, "_high_watermarks", spied)
     to = await located(cluster, replies)
-    async with AIOKafkaProducer(bootstrap_servers=cluster.bootstrap, linger_ms=500) as producer:
+    async with AIOKafkaProducer(bootstrap_servers=cluster.bootstrap, linger_ms=500, acks="all") as producer:
         sent = []
         for record in (BEGIN, tokens(0, 0, 5), tokens(0, 1, 6), tokens(0, 2, 7), end(0)):
             headers = write_reply_headers(to, event_of(record), None)
