@@ -1,5 +1,6 @@
 """The dead-letter topic for operators: what is on it, one record in full, and back to its lane."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from service.errors import LaneMissing, PublishFailed, ServiceError
 from service.kafka import start_producer, stop_producer
 from service.topic_reader import TopicReader
 
+MAX_LETTERS = 100_000  # of a partition that are looked through, the last ones
 _PARTS = {CUT_VALUE: "value", CUT_KEY: "key", CUT_HEADERS: "headers"}
 
 
@@ -116,13 +118,18 @@ class DeadLetter:
 async def list_dead_letters(
     connection: KafkaConnection, *, lane_prefix: str, limit: int, reason: str | None = None
 ) -> list[DeadLetter]:
-    """The newest ones, newest last; with `reason`, those among them. Raises LaneMissing, BrokerUnavailable, ..."""
+    """The newest ones, or the newest with `reason`; newest last. Raises LaneMissing, BrokerUnavailable, ..."""
+    depth = limit if reason is None else MAX_LETTERS
+    newest: dict[int, deque[DeadLetter]] = defaultdict(lambda: deque(maxlen=limit))
     async with TopicReader(connection) as reader:
         bounds = await _bounds(reader, connection, lane_prefix)
-        ranges = {partition: (max(begin, end - limit), end) for partition, (begin, end) in bounds.items()}
-        found = [_dead_letter(record) async for record in reader.records(ranges)]
-    newest = sorted(found, key=lambda each: (each.at_ms, each.position))[-limit:]
-    return [each for each in newest if reason is None or each.text("dlq_reason") == reason]
+        ranges = {partition: (max(begin, end - depth), end) for partition, (begin, end) in bounds.items()}
+        async for record in reader.records(ranges):
+            letter = _dead_letter(record)
+            if reason is None or letter.text("dlq_reason") == reason:
+                newest[record.partition].append(letter)
+    found = [letter for letters in newest.values() for letter in letters]
+    return sorted(found, key=lambda each: (each.at_ms, each.position))[-limit:]
 
 
 async def read_dead_letters(
@@ -149,26 +156,42 @@ async def read_dead_letters(
 
 
 async def redrive(
-    connection: KafkaConnection, letters: Sequence[DeadLetter], *, lane_prefix: str, dry: bool = False
-) -> None:
+    connection: KafkaConnection,
+    letters: Sequence[DeadLetter],
+    *,
+    lane_prefix: str,
+    dry: bool = False,
+    skip: bool = False,
+) -> dict[Position, NotRedrivable]:
     """Publishes records again where they came from, with the key, value and headers that they had, byte for byte.
 
-    dry: only sees whether it could. Raises NotRedrivable, before anything is published, and PublishFailed,
-    BrokerUnavailable, NotAuthorized.
+    Raises NotRedrivable, before anything is published, and PublishFailed, BrokerUnavailable, NotAuthorized.
+
+    Args:
+        dry: only see whether it could.
+        skip: what cannot go back stays, is in the result with the reason, and does not hold up the others.
     """
     async with TopicReader(connection) as reader:
         topics = set(await reader.topics())
+    skipped: dict[Position, NotRedrivable] = {}
     for letter in letters:
-        _check_redrivable(letter, topics, lane_prefix)
-    if dry:
-        return
+        try:
+            _check_redrivable(letter, topics, lane_prefix)
+        except NotRedrivable as why:
+            if not skip:
+                raise
+            skipped[letter.position] = why
+    going = [letter for letter in letters if letter.position not in skipped]
+    if dry or not going:
+        return skipped
     options = {"linger_ms": 0, "max_request_size": 16 * 2**20, "request_timeout_ms": 10_000}
     producer = await start_producer(connection, value_serializer=serialised, **options)
     try:
-        for letter in letters:
+        for letter in going:
             await _publish(producer, letter)
     finally:
         await stop_producer(producer)
+    return skipped
 
 
 def _check_redrivable(letter: DeadLetter, topics: set[str], lane_prefix: str) -> None:

@@ -201,14 +201,35 @@ async def _open_offsets(
             if commit is not None and not commit.metadata and position < end:
                 mapless.append(partition)
     if mapless:
-        answered = await _answered(reader, accounts)
+        answered = await _answered(reader, {partition: found[partition] for partition in mapless}, accounts)
         found |= {partition: found[partition].without(answered[partition]) for partition in mapless}
     return found
 
 
-async def _answered(reader: TopicReader, accounts: list[TopicPartition]) -> dict[TopicPartition, set[int]]:
-    """The offsets of the request records that the last usage records speak of; none where they may not be read."""
+async def _answered(
+    reader: TopicReader, lanes: Mapping[TopicPartition, _OpenOffsets], accounts: list[TopicPartition]
+) -> dict[TopicPartition, set[int]]:
+    """The offsets of the request records that the last usage records speak of; none where they may not be read.
+
+    A lane may have been deleted and created anew since: a record at the same offset with another timestamp is another.
+    """
+    named = await _inputs(reader, accounts)
+    ranges = {}
+    for partition, each in lanes.items():
+        offsets = [offset for offset, _ in named[partition] if offset in each]
+        if offsets:
+            ranges[partition] = (min(offsets), max(offsets) + 1)
     found: dict[TopicPartition, set[int]] = defaultdict(set)
+    async for record in reader.records(ranges):
+        partition = TopicPartition(record.topic, record.partition)
+        if (record.offset, record.timestamp) in named[partition]:
+            found[partition].add(record.offset)
+    return found
+
+
+async def _inputs(reader: TopicReader, accounts: list[TopicPartition]) -> dict[TopicPartition, set[tuple[int, int]]]:
+    """Offsets and timestamps of the request records that the last usage records name."""
+    found: dict[TopicPartition, set[tuple[int, int]]] = defaultdict(set)
     try:
         bounds = await reader.bounds(accounts)
         async for record in reader.records(
@@ -216,7 +237,7 @@ async def _answered(reader: TopicReader, accounts: list[TopicPartition]) -> dict
         ):
             with contextlib.suppress(ProtocolError):
                 source = decode_usage_input(record.headers, record.value)
-                found[TopicPartition(source.topic, source.partition)].add(source.offset)
+                found[TopicPartition(source.topic, source.partition)].add((source.offset, source.timestamp_ms))
     except TopicAuthorizationFailedError:
         return defaultdict(set)
     return found

@@ -13,13 +13,12 @@ from schemas.topics import DEFAULT_LANE_PREFIX
 from service.cli.connection import with_connection
 from service.cli.running import run
 from service.cli.tables import console, printable, table
-from service.dead_letters import Position, list_dead_letters, read_dead_letters, redrive
+from service.dead_letters import MAX_LETTERS, Position, list_dead_letters, read_dead_letters, redrive
 
 _LanePrefix = Annotated[str, typer.Option(help="The dead-letter topic is PREFIX + dlq.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 _Reason = Annotated[str | None, typer.Option(help="Only those with this reason.")]
 _POSITION_HELP = "PARTITION:OFFSET as `carousel dlq list` shows it."
-_MOST = 100_000
 
 app = typer.Typer(
     help="Look at dead letters, and send them back to their lanes.\n\n"
@@ -34,7 +33,7 @@ app = typer.Typer(
 @with_connection
 def list_(
     connection: KafkaConnection,
-    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="The newest so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_LETTERS, help="The newest so many.")] = 50,
     reason: _Reason = None,
     as_json: _AsJson = False,
     lane_prefix: _LanePrefix = DEFAULT_LANE_PREFIX,
@@ -52,7 +51,7 @@ def list_(
             typer.echo(json.dumps([letter.to_fields() for letter in letters], indent=1))
             return
         if not letters:
-            typer.echo("no dead letters" + (f" with reason {reason}" if reason else ""))
+            typer.echo(_none(reason))
             return
         out = console()
         rows = table("position", "time (UTC)", "reason", "from", "request", "message")
@@ -90,8 +89,9 @@ def show(
         if as_json:
             typer.echo(json.dumps(fields, indent=1, default=repr))
             return
-        for name in ("reason", "message", "source", "key"):
-            typer.echo(f"{name}: {printable(fields[name] or '')}")
+        for name in ("reason", "message", "source"):
+            typer.echo(f"{name}: {printable(fields[name])}")
+        typer.echo("key: " + json.dumps(fields["key"], ensure_ascii=False))  # null is not ""
         typer.echo("headers:")
         for name, value in fields["headers"]:
             typer.echo(f"  {name}: {value}")
@@ -117,7 +117,8 @@ def redrive_(
     For records that can be served now: the fault was the worker's and is mended, or the reply topic exists by now. A
     caller who has been told of the error stays told: the answer has ended, and a second attempt finds that. The dead
     letter stays where it is, since Kafka's records do; redriving it twice publishes it twice. What did not fit on the
-    dead-letter topic as it was, or could not even be read, is refused, and nothing is published.
+    dead-letter topic as it was, or could not even be read, is refused, and nothing is published; with --all it is
+    skipped, the others are redriven, and the exit status is 1.
 
     Examples: `carousel dlq redrive 0:17 0:18`, `carousel dlq redrive --all --reason internal --yes`
     """
@@ -129,17 +130,37 @@ def redrive_(
 
     async def main() -> None:
         if every:
-            letters = await list_dead_letters(connection, lane_prefix=lane_prefix, limit=_MOST, reason=reason)
+            letters = await list_dead_letters(connection, lane_prefix=lane_prefix, limit=MAX_LETTERS, reason=reason)
         else:
             letters = await read_dead_letters(connection, asked, lane_prefix=lane_prefix)
-        await redrive(connection, letters, lane_prefix=lane_prefix, dry=every and not yes)
+        if not letters:
+            typer.echo(_none(reason))
+            return
+        skipped = await redrive(connection, letters, lane_prefix=lane_prefix, dry=every and not yes, skip=every)
         for letter in letters:
+            if letter.position in skipped:
+                typer.echo(f"skipped: {skipped[letter.position]}", err=True)
+                continue
             verb = "redriven" if not every or yes else "would redrive"
             typer.echo(f"{verb} {letter.position} to {printable(letter.text('kafka_dlt-original-topic'))}")
-        if every and not yes:
-            typer.echo(f"{len(letters)} dead letters; --yes redrives them")
+        if every:
+            typer.echo(_summary(len(letters) - len(skipped), len(skipped), yes))
+        if skipped:
+            raise typer.Exit(1)
 
     run(main())
+
+
+def _none(reason: str | None) -> str:
+    return "no dead letters" + (f" with reason {printable(reason)}" if reason is not None else "")
+
+
+def _summary(num_redriven: int, num_skipped: int, done: bool) -> str:
+    """The last line of `redrive --all`."""
+    counts = f"{num_redriven} dead letters" + (" redriven" if done else "")
+    if num_skipped:
+        counts += f", {num_skipped} skipped"
+    return counts if done or not num_redriven else f"{counts}; --yes redrives them"
 
 
 def _position(text: str) -> Position:

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from aiokafka import TopicPartition
+from aiokafka import AIOKafkaProducer, TopicPartition
 
 from schemas.codec import ContentType
 from schemas.connection import KafkaConnection
-from schemas.headers import ReplyAddress
+from schemas.headers import ReplyAddress, write_reply_headers
+from schemas.log_consumer import LogConsumer
 from schemas.reasons import FinishReason
-from schemas.records import Begin, End, InputRef, ReplyRecord, Tokens
+from schemas.records import Begin, End, InputRef, ReplyRecord, Tokens, encode_reply, event_of
 from service.topic_reader import TopicReader
 from tests.contract.brokers import DELETION, ERRORS, NODES, Cluster, fresh
 from worker.transport.kafka_connections import KafkaConnections
@@ -212,6 +213,31 @@ async def test_t29_a_log_goes_on_under_another_producer(
     assert sent == list(range(7))
     assert (await replies.read(long, 0, 6)).token_ids == {0: list(range(6))}
     assert connections.producer is not first or not connections.idempotent
+
+
+async def test_a_log_is_read_to_its_end(
+    cluster: Cluster, connections: KafkaConnections, replies: KafkaReplies, monkeypatch: pytest.MonkeyPatch
+):
+    """Its last batch holds several records. Kafka is asked once; the embedded broker has to be asked again."""
+    fetched: list[TopicPartition] = []
+    original = LogConsumer._high_watermarks
+
+    async def spied(self: LogConsumer, ends: dict[TopicPartition, int]) -> dict[TopicPartition, int]:
+        fetched.extend(ends)
+        return await original(self, ends)
+
+    monkeypatch.setattr(LogConsumer, "_high_watermarks", spied)
+    to = await located(cluster, replies)
+    async with AIOKafkaProducer(bootstrap_servers=cluster.bootstrap, linger_ms=500, acks="all") as producer:
+        sent = []
+        for record in (BEGIN, tokens(0, 0, 5), tokens(0, 1, 6), tokens(0, 2, 7), end(0)):
+            headers = write_reply_headers(to, event_of(record), None)
+            value = encode_reply(record, to.content_type)
+            sent.append(await producer.send(to.topic, value, key=b"k", headers=headers, partition=0))
+        assert [(await future).offset for future in sent] == [0, 1, 2, 3, 4]
+    log = await replies.read(to, 0, None)
+    assert (log.ended, log.token_ids) == (True, {0: [5, 6, 7]})
+    assert fetched == ([] if connections.idempotent else [TopicPartition(to.topic, 0)])
 
 
 async def test_dead_letters_without_anything(cluster: Cluster, replies: KafkaReplies):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -23,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families as classic_f
 
 from bench.beside import Missing, free_port, tool
 from schemas.codec import ContentType, decode_map
+from schemas.log_consumer import LogConsumer
 from schemas.records import Begin, Tokens
 from service import tracing
 from service.broker import EmbeddedBroker
@@ -76,7 +76,7 @@ def families(page: str) -> dict[str, tuple[str, set[str], dict[tuple[str, ...], 
 
 
 async def usage_records(bootstrap: str) -> list[dict[str, Any]]:
-    consumer = AIOKafkaConsumer("usage", bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    consumer = LogConsumer("usage", bootstrap_servers=bootstrap, auto_offset_reset="earliest")
     await consumer.start()
     try:
         records: list[dict[str, Any]] = []
@@ -329,7 +329,7 @@ async def test_one_trace_through_a_preemption_and_a_crash(kafka: Any, tmp_path: 
 
 async def traceparents(bootstrap: str, topic: str) -> Written:
     """In the order of the topic; only records of this trace, and all `tokens`."""
-    consumer = AIOKafkaConsumer(topic, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
+    consumer = LogConsumer(topic, bootstrap_servers=bootstrap, auto_offset_reset="earliest")
     await consumer.start()
     try:
         found = []

@@ -1,161 +1,33 @@
 """The operators' commands against the embedded broker: cancel, status, dlq, reap."""
 
 import asyncio
-import contextlib
 import gzip
 import json
-import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgpack
 import pytest
-import structlog
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
-from aiokafka.structs import OffsetAndMetadata
-from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from schemas.codec import ContentType
-from schemas.connection import KafkaConnection
 from schemas.dead_letters import dead_letter_headers
-from schemas.null_value import NULL, serialised
-from schemas.reasons import FinishReason
 from schemas.records import (
-    Begin,
     Cancel,
-    End,
     InputRef,
-    ReplyRecord,
     Tokens,
-    UsageRecord,
     decode_control,
-    encode_reply,
-    encode_usage,
-    event_of,
 )
 from service.broker import EmbeddedBroker
 from service.cli import app
 from service.dead_letters import Position
 from service.errors import NotAuthorized
-from service.kafka import TopicAdmin, TopicSpec
+from service.kafka import TopicAdmin
 from service.lane_status import _OpenOffsets
 from service.reply_logs import TopicLog, read_reply_logs
 from service.topic_reader import TopicReader
-from service.topics import create_topics
-
-SOURCE = InputRef("prompts.standard", 2, 7, 1000)
-
-
-class Cluster:
-    """Lanes of a test's own, and records as workers and callers write them. Methods run a loop each."""
-
-    def __init__(self, bootstrap: str) -> None:
-        self.connection = KafkaConnection(bootstrap=bootstrap)
-        self.name = uuid.uuid4().hex[:8]
-        self.lane_prefix = f"l{self.name}."
-        self.reply_prefix = f"r{self.name}."
-        asyncio.run(self._create())
-
-    async def _create(self) -> None:
-        await create_topics(self.connection, lane_prefix=self.lane_prefix, partitions=2)
-
-    def carousel(self, *arguments: str, replies: bool = False) -> Result:
-        """Runs the command in this process."""
-        where = ["--bootstrap", self.connection.bootstrap, "--lane-prefix", self.lane_prefix]
-        if replies:
-            where += ["--reply-prefix", self.reply_prefix]
-        return CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, *where])
-
-    def create(self, *topics: str, partitions: int = 1) -> None:
-        async def main() -> None:
-            async with TopicAdmin(self.connection) as admin:
-                await admin.create([TopicSpec(topic, partitions) for topic in topics])
-
-        asyncio.run(main())
-
-    def topics(self) -> set[str]:
-        async def main() -> set[str]:
-            async with TopicAdmin(self.connection) as admin:
-                return set(await admin.list())
-
-        return asyncio.run(main())
-
-    def send(self, topic: str, *records: dict[str, Any]) -> None:
-        async def main() -> None:
-            async with self._producer() as producer:
-                for record in records:
-                    value = NULL if record["value"] is None else record["value"]
-                    await producer.send_and_wait(topic, **record | {"value": value})
-
-        asyncio.run(main())
-
-    def commit(self, topic: str, partition: int, offset: int, metadata: str) -> None:
-        """As a worker of the lane does."""
-        asyncio.run(self.committing(topic, partition, offset, metadata))
-
-    async def committing(self, topic: str, partition: int, offset: int, metadata: str) -> None:
-        consumer = AIOKafkaConsumer(
-            bootstrap_servers=self.connection.bootstrap, group_id=f"carousel.{topic}", enable_auto_commit=False
-        )
-        await consumer.start()
-        try:
-            consumer.assign([TopicPartition(topic, partition)])
-            await consumer.commit({TopicPartition(topic, partition): OffsetAndMetadata(offset, metadata)})
-        finally:
-            await consumer.stop()
-
-    def write_log(self, request_id: str, *records: ReplyRecord, age: float = 0.0, topic: str | None = None) -> str:
-        """Creates a reply topic with these records, `age` seconds old."""
-        topic = topic or self.reply_prefix + request_id
-        self.create(topic)
-        at = round((time.time() - age) * 1000)
-        rows = [
-            {
-                "value": encode_reply(record, ContentType.MSGPACK),
-                "headers": [
-                    ("correlation_id", request_id.encode()),
-                    ("event", event_of(record).encode()),
-                    ("content-type", ContentType.MSGPACK.encode()),
-                ],
-                "timestamp_ms": at,
-            }
-            for record in records
-        ]
-        self.send(topic, *rows)
-        return topic
-
-    @contextlib.asynccontextmanager
-    async def _producer(self) -> AsyncIterator[AIOKafkaProducer]:
-        producer = AIOKafkaProducer(bootstrap_servers=self.connection.bootstrap, value_serializer=serialised)
-        await producer.start()
-        try:
-            yield producer
-        finally:
-            await producer.stop()
-
-
-def begin(worker: str = "w1") -> Begin:
-    return Begin(False, worker, "tiny", 3, 7, 0.5, SOURCE)
-
-
-def end(attempt: int = 0) -> End:
-    return End(attempt, FinishReason.STOP)
-
-
-@pytest.fixture
-def cluster(broker: EmbeddedBroker) -> Iterator[Cluster]:
-    """Fresh lanes on the embedded broker; logging as it was afterwards."""
-    yield Cluster(broker.bootstrap)
-    structlog.reset_defaults()
-    client_log = logging.getLogger("aiokafka")
-    client_log.propagate = True
-    client_log.handlers.clear()
-
+from tests.service.operated import Cluster, begin, end, read_lane, request, usage_of
 
 COMMANDS = [
     ["cancel", "x"],
@@ -314,30 +186,54 @@ def test_status_tells_lag_age_and_open_requests(cluster: Cluster) -> None:
     assert "waiting" not in shown
 
 
-def request(request_id: str, topic: str, **more: Any) -> dict[str, Any]:
-    """A record of a lane, for Cluster.send."""
-    pairs = [("correlation_id", request_id.encode()), ("reply_to", topic.encode())]
-    return {"value": msgpack.packb({"prompt": "x"}), "headers": pairs} | more
-
-
-def usage_of(source: InputRef) -> dict[str, Any]:
-    """A record of the usage topic, for Cluster.send."""
-    record = UsageRecord("acme", "standard", "tiny", b"x", source, FinishReason.STOP, 1, 1, 0, 0.0, 1.0, 1)
-    return {"value": encode_usage(record), "headers": [("content-type", ContentType.MSGPACK.encode())]}
-
-
 @pytest.mark.broker
 def test_status_knows_what_was_answered_out_of_order(cluster: Cluster) -> None:
     """A broker that keeps no done map: usage records tell which requests above the commit have been answered."""
     lane = f"{cluster.lane_prefix}standard"
     names = ["long", "answered", "next", "answered too", "last"]
     cluster.create(*(f"{cluster.reply_prefix}{name}" for name in ("long", "next", "last")))
-    cluster.send(lane, *(request(name, f"{cluster.reply_prefix}{name}", partition=1) for name in names))
+    now = round(time.time() * 1000)
+    sent = [request(name, f"{cluster.reply_prefix}{name}", partition=1, timestamp_ms=now) for name in names]
+    cluster.send(lane, *sent)
     cluster.commit(lane, 1, 0, "1:")
-    cluster.send("usage", {"value": b"garbage"}, *(usage_of(InputRef(lane, 1, offset, 0)) for offset in (1, 3)))
+    # The last one speaks of a request on a topic of the same name, deleted since.
+    inputs = [InputRef(lane, 1, 1, now), InputRef(lane, 1, 3, now), InputRef(lane, 1, 2, now - 1)]
+    cluster.send("usage", {"value": b"garbage"}, *map(usage_of, inputs))
     found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
     assert [each["correlation_id"] for each in found["requests"]] == ["long", "next", "last"]
     assert {each["lane"]: each["lag"] for each in found["lanes"]} == {"standard": 3, "interactive": 0, "batch": 0}
+
+
+@pytest.mark.broker
+def test_a_batch_is_seen_to_its_end(cluster: Cluster) -> None:
+    """Lag, dead letters, usage records and an answer whose last batch holds several records (the broker's LIMITS)."""
+    lane, dlq, topic = f"{cluster.lane_prefix}standard", f"{cluster.lane_prefix}dlq", f"{cluster.reply_prefix}0"
+    now = round(time.time() * 1000)
+    cluster.send_batch(lane, *(request(str(n), f"{cluster.reply_prefix}{n}", timestamp_ms=now) for n in range(5)))
+    source = InputRef(lane, 0, 0, 0)
+    letter = {"value": b"x", "headers": dead_letter_headers([], source, "internal", "m")}
+    cluster.send_batch(dlq, *[letter] * 5)
+    cluster.create(topic)
+    answer = [begin(), *(Tokens(0, 0, n, (n,), "a") for n in range(3)), end()]
+    cluster.send_batch(topic, *(cluster.log_record("0", record) for record in answer))
+
+    def status() -> tuple[int, list[tuple[str, int]]]:
+        found = json.loads(cluster.carousel("status", "--json", replies=True).stdout)
+        lags = {each["lane"]: each["lag"] for each in found["lanes"]}
+        return lags["standard"], [(each["state"], each["num_tokens"]) for each in found["requests"]]
+
+    assert status() == (5, [("ended", 3)] + [("caller gone", 0)] * 4)
+    cluster.commit(lane, 0, 0, "1:")
+    cluster.send_batch("usage", *(usage_of(InputRef(lane, 0, n, now)) for n in range(1, 5)))
+    assert status() == (1, [("ended", 3)])
+    assert len(json.loads(cluster.carousel("dlq", "list", "--json").stdout)) == 5
+    assert "reason: internal" in cluster.carousel("dlq", "show", "0:4").stdout
+    assert "0 to 4" in cluster.carousel("dlq", "show", "0:5").stderr
+    assert cluster.carousel("dlq", "redrive", "0:4").exit_code == 0
+    assert "5 dead letters redriven" in cluster.carousel("dlq", "redrive", "--all", "--yes").stdout
+    assert len(read_lane(cluster, lane)) == 5 + 1 + 5
+    reaped = cluster.carousel("reap", "--older-than", "0s", "--yes", replies=True)
+    assert topic not in cluster.topics(), reaped.output
 
 
 @pytest.mark.broker
@@ -457,17 +353,39 @@ def test_what_is_not_all_there_is_not_redriven(cluster: Cluster) -> None:
     for offset, sentence in enumerate(words, 1):
         refused = cluster.carousel("dlq", "redrive", "0:0", f"0:{offset}")
         assert (refused.exit_code, refused.stdout, refused.stderr) == (1, "", f"carousel: {sentence}\n")
-    assert words[0] in cluster.carousel("dlq", "redrive", "--all").stderr
     assert read_lane(cluster, source.topic) == []
+    skipped = "".join(f"skipped: {sentence}\n" for sentence in words)
+    dry = cluster.carousel("dlq", "redrive", "--all")
+    assert (dry.exit_code, dry.stderr) == (1, skipped)
+    assert dry.stdout.splitlines()[-1] == "1 dead letters, 3 skipped; --yes redrives them"
+    assert read_lane(cluster, source.topic) == []
+    done = cluster.carousel("dlq", "redrive", "--all", "--yes")
+    assert (done.exit_code, done.stderr) == (1, skipped)
+    assert done.stdout == f"redriven 0:0 to {source.topic}\n1 dead letters redriven, 3 skipped\n"
+    assert len(read_lane(cluster, source.topic)) == 1
+    none = cluster.carousel("dlq", "redrive", "--all", "--reason", "nosuch", "--yes")
+    assert (none.exit_code, none.output) == (0, "no dead letters with reason nosuch\n")
 
 
-def read_lane(cluster: Cluster, topic: str) -> list[Any]:
-    async def main() -> list[Any]:
-        async with TopicReader(cluster.connection) as reader:
-            bounds = await reader.bounds((await reader.topics())[topic])
-            return [record async for record in reader.records(bounds)]
+@pytest.mark.broker
+def test_the_newest_of_a_reason_are_those_with_that_reason(cluster: Cluster) -> None:
+    """However many others came after them."""
+    ours = [dead_letter_headers([], InputRef("t", 0, 0, 0), reason, "m") for reason in "aaaabb"]
+    cluster.send(f"{cluster.lane_prefix}dlq", *({"value": b"x", "headers": headers} for headers in ours))
+    found = json.loads(cluster.carousel("dlq", "list", "--limit", "2", "--reason", "a", "--json").stdout)
+    assert [each["position"] for each in found] == ["0:2", "0:3"]
+    found = json.loads(cluster.carousel("dlq", "list", "--limit", "3", "--json").stdout)
+    assert [each["position"] for each in found] == ["0:3", "0:4", "0:5"]
 
-    return asyncio.run(main())
+
+@pytest.mark.broker
+@pytest.mark.parametrize(("raw", "shown"), [(None, "null"), (b"", '""'), (b"null", '"null"')])
+def test_nothing_is_not_shown_as_empty(cluster: Cluster, raw: bytes | None, shown: str) -> None:
+    headers = dead_letter_headers([], InputRef("t", 0, 0, 0), "internal", "m")
+    cluster.send(f"{cluster.lane_prefix}dlq", {"key": raw, "value": raw, "headers": headers})
+    lines = cluster.carousel("dlq", "show", "0:0").stdout.splitlines()
+    assert f"key: {shown}" in lines
+    assert lines[-1] == f"value: {shown}"
 
 
 @pytest.mark.parametrize(("text", "position"), [("3:17", Position(3, 17)), ("17", Position(0, 17))])
