@@ -206,7 +206,7 @@ class RequestServer:
         twins.remove(call)
         if not twins:
             del self._by_correlation_id[call.address.correlation_id]
-        # One that nobody gave up was cancelled, because the worker ends at once: perhaps of this very request.
+        # What was cancelled without being given up is not left: the worker ends at once, perhaps because of it.
         if not (call.given_up and self._leaving.leave(call)):
             self._forget_log(call.address)
 

@@ -1,7 +1,8 @@
 """Requests that wait for their seats while workers come and go: nothing of that is held against them."""
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ async def test_drains_leave_what_waits_for_its_seat(kafka: Any, checks: Path, tm
     async with producing(kafka.bootstrap, "left.", partitions=2) as producer:
         worker = WorkerProcess(kafka.bootstrap, tmp_path / "worker.log", "--lane-prefix", "left.", *STRICT)
         with worker:
-            topics = [await producer.ask("batch", max_tokens=600) for _ in range(9)]
+            topics = [await producer.ask("batch", max_tokens=400) for _ in range(9)]
             for num_before in range(2):
                 streams = await until_read(
                     kafka.bootstrap, topics, lambda s, n=num_before: len(s.attempts) > n or s.end
@@ -65,33 +66,73 @@ async def test_drains_leave_what_waits_for_its_seat(kafka: Any, checks: Path, tm
                 for stream in waited:
                     assert events(stream) == ["begin", "left"] * (num_before + 1)
                 await asyncio.to_thread(worker.start)
-            streams = await assert_answered_once(kafka.bootstrap, topics, 600)
+            streams = await assert_answered_once(kafka.bootstrap, topics, 400)
             assert worker.stop() == 0
     assert all(stream.skipped == 0 for stream in streams.values())
     assert not worker.logged("request.suspect")
     assert not worker.logged("request.dead_letter")
 
 
+@contextlib.asynccontextmanager
+async def consuming(config: WorkerConfig, *, has_seats: bool = True) -> AsyncIterator[Worker]:
+    """A worker in this process. Without seats, whatever it takes in waits for one."""
+    parts = await asyncio.to_thread(build, config)
+    scheduler = parts[2]
+    if not has_seats:
+        scheduler.schedule = lambda now: (None, scheduler._expire(now))
+    ready = asyncio.Event()
+    worker = Worker(config, *parts, on_ready=ready.set)
+    running = asyncio.create_task(worker.run())
+    try:
+        await asyncio.wait_for(ready.wait(), 60)
+        yield worker
+    finally:
+        worker.stop()
+        await running
+
+
+def config_of(bootstrap: str, lane_prefix: str, **settings: Any) -> WorkerConfig:
+    return WorkerConfig(
+        bootstrap=bootstrap,
+        lane_prefix=lane_prefix,
+        model="tiny",
+        num_threads=1,
+        num_blocks=2048,
+        session_timeout_ms=6000,
+        max_fruitless_attempts=1,
+        **settings,
+    )
+
+
 @pytest.mark.kafka
 @pytest.mark.shared
-async def test_partitions_that_move_leave_what_waits_for_its_seat(kafka: Any, checks: Path, tmp_path: Path):
-    """A second worker joins, as an autoscaler has it: what waited on the partitions that moved to it was left by the
-    first, and all of it is answered once."""
+async def test_partitions_that_move_leave_what_waits_for_its_seat(kafka: Any, checks: Path):
+    """A second worker joins, as an autoscaler has it, and goes again, and so does the first: whoever had a request that
+    waited has left it, and a third one answers all of them, once."""
+
+    def config(name: str) -> WorkerConfig:
+        return config_of(kafka.bootstrap, "moves.", worker=name, drain_timeout=0)
+
     async with producing(kafka.bootstrap, "moves.", partitions=4) as producer:
-        first = WorkerProcess(kafka.bootstrap, tmp_path / "first.log", "--lane-prefix", "moves.", *STRICT)
-        second = WorkerProcess(kafka.bootstrap, tmp_path / "second.log", "--lane-prefix", "moves.", *STRICT)
-        with first:
-            topics = [await producer.ask("batch", max_tokens=900) for _ in range(16)]
-            await until_read(kafka.bootstrap, topics, lambda stream: stream.attempts)
-            with second:
-                streams = await assert_answered_once(kafka.bootstrap, topics, 900)
-                assert second.stop() == first.stop() == 0
-    moved = [stream for stream in streams.values() if len(stream.attempts) > 1]
-    assert sum("left" in events(stream) for stream in moved) >= 3, [events(stream)[:4] for stream in moved]
-    for stream in moved:
-        begun = [i for i, event in enumerate(events(stream)) if event == "begin"]
-        assert "left" in events(stream) or "tokens" in events(stream)[: begun[-1]]
-    assert not first.logged("request.dead_letter") + second.logged("request.dead_letter")
+        async with consuming(config("w1"), has_seats=False):
+            topics = [await producer.ask("batch", max_tokens=50) for _ in range(16)]
+            await until_read(kafka.bootstrap, topics, lambda stream: len(stream.attempts) == 1)
+            async with consuming(config("w2"), has_seats=False) as second:
+                moved: list[str] = []
+                async with asyncio.timeout(60):
+                    while not moved or len(moved) != second.lanes["batch"].num_outstanding:
+                        streams = await read_all(kafka.bootstrap, topics, timeout=1)
+                        moved = [
+                            topic for topic in topics if sorted(events(streams[topic])) == ["begin", "begin", "left"]
+                        ]
+            assert len(moved) < 16
+            await until_read(kafka.bootstrap, moved, lambda stream: len(stream.attempts) == 3)
+        async with consuming(config("w3")):
+            streams = await assert_answered_once(kafka.bootstrap, topics, 50)
+    for topic in topics:
+        found = events(streams[topic])
+        assert (found.count("begin"), found.count("left")) == ((4, 3) if topic in moved else (2, 1))
+        assert streams[topic].skipped == 0
 
 
 @pytest.mark.broker
@@ -108,22 +149,10 @@ async def test_of_a_backlog_that_nobody_served_no_log_is_read(
         return await read(self, address, start, until)
 
     monkeypatch.setattr(KafkaReplies, "read", noted)
-    config = WorkerConfig(
-        bootstrap=broker.bootstrap,
-        lane_prefix="backlog.",
-        model="tiny",
-        num_threads=1,
-        max_num_seqs=4,
-        num_blocks=2048,
-        session_timeout_ms=6000,
-    )
     async with producing(broker.bootstrap, "backlog.", partitions=1) as producer:
         topics = [await producer.ask("batch", max_tokens=20) for _ in range(30)]
-        worker = Worker(config, *build(config))
-        running = asyncio.create_task(worker.run())
-        await assert_answered_once(broker.bootstrap, topics, 20)
-        (tracker,) = worker.lanes["batch"]._trackers.values()
-        assert tracker.is_inherited(29)
-        worker.stop()
-        await running
+        async with consuming(config_of(broker.bootstrap, "backlog.", max_num_seqs=4)) as worker:
+            await assert_answered_once(broker.bootstrap, topics, 20)
+            (tracker,) = worker.lanes["batch"]._trackers.values()
+            assert tracker.is_inherited(29)
     assert read_logs == []
