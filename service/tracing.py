@@ -1,6 +1,5 @@
 """The spans of a client's call (docs/metrics.md): made where the application has set a tracer provider up."""
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +10,17 @@ import schemas.otel_lines  # noqa: F401  before OpenTelemetry
 from opentelemetry import context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.propagators.composite import CompositePropagator
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest
 
+try:
+    _tracer: trace.Tracer = trace.get_tracer("carousel.client")
+except Exception:  # OTEL_PYTHON_TRACER_PROVIDER names none that works, which OpenTelemetry has logged: no spans
+    _tracer = trace.NoOpTracer()
 # W3C, as the contract has it (protocol.md 2), whatever OTEL_PROPAGATORS says of the application's other traffic.
 _W3C = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
 
@@ -46,7 +49,7 @@ class CallTrace:
         if request.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = request.max_tokens
         name = operation if request.model is None else f"{operation} {request.model}"
-        span = _tracer().start_span(name, self._parent, SpanKind.CLIENT, attributes)
+        span = _tracer.start_span(name, self._parent, SpanKind.CLIENT, attributes)
         self._call = span if span.is_recording() else None
 
     @contextmanager
@@ -106,7 +109,7 @@ class CallTrace:
             "messaging.message.conversation_id": correlation_id,
         }
         parent = trace.set_span_in_context(self._call, context.Context())
-        return _tracer().start_span(name, parent, kind, common | attributes)
+        return _tracer.start_span(name, parent, kind, common | attributes)
 
 
 class Sending:
@@ -121,15 +124,6 @@ class Sending:
         if self._span is not None:
             self._span.set_attribute("messaging.destination.partition.id", str(metadata.partition))
             self._span.set_attribute("messaging.kafka.offset", metadata.offset)
-
-
-@functools.cache
-def _tracer() -> Tracer:
-    """Of the application's provider, whenever it sets one up."""
-    try:
-        return trace.get_tracer("carousel.client")
-    except Exception:  # OTEL_PYTHON_TRACER_PROVIDER names none, which OpenTelemetry has logged: no spans
-        return trace.NoOpTracer()
 
 
 def _headers_of(parent: context.Context) -> dict[str, str]:

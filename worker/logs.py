@@ -68,5 +68,16 @@ def start_logging(worker: str, level: str, json_lines: bool) -> None:
     handler.setFormatter(library_formatter(json_lines, [add_worker]))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.captureWarnings(True)
+    _take_over()
     # One line for each span that is dropped costs more than the span; that the endpoint fails, the exporter says.
     logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.ERROR)
+
+
+def _take_over() -> None:
+    """What torch and transformers would write on stderr themselves goes the way of all lines."""
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ())[:]:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                assert isinstance(logger, logging.Logger), "no placeholder has handlers"
+                logger.removeHandler(handler)
+                logger.propagate = True

@@ -84,26 +84,23 @@ run(call())
 
 @pytest.mark.parametrize("endpoint", [{}, BASE], ids=["no endpoint", "endpoint"])
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "always"),
     [
-        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", None),  # the SDK fails while it is imported
-        ("OTEL_PYTHON_TRACER_PROVIDER", "nosuch", None),  # so does the API, without an endpoint too
-        ("OTEL_PYTHON_CONTEXT", "nosuch", "Failed to load context"),
-        ("OTEL_BSP_SCHEDULE_DELAY", "x", None),
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", False),  # the SDK fails while it is imported
+        ("OTEL_PYTHON_TRACER_PROVIDER", "nosuch", True),  # so does the API, without an endpoint too
+        ("OTEL_PYTHON_CONTEXT", "nosuch", True),
+        ("OTEL_BSP_SCHEDULE_DELAY", "x", False),
     ],
 )
 def test_a_bad_variable_costs_no_more_than_a_line(
-    variable: str, value: str, said: str | None, endpoint: dict[str, str]
+    variable: str, value: str, always: bool, endpoint: dict[str, str]
 ) -> None:
     """What is read on import, too, and in a process without tracing; no traceback beside the answer."""
     words = [sys.executable, "-c", ONE_CALL]
     environment = os.environ | endpoint | {variable: value}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "called\n"), done.stderr
-    lines = done.stderr.splitlines()
-    reads = said is not None or (endpoint != {}) != (variable == "OTEL_PYTHON_TRACER_PROVIDER")
-    assert len(lines) == int(reads), done.stderr
-    assert (said or "") in done.stderr
+    assert len(done.stderr.splitlines()) == int(always or endpoint != {}), done.stderr
 
 
 def test_without_the_exporter_package_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

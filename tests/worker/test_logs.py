@@ -32,6 +32,21 @@ run(nothing())
 """
 
 
+OWN_HANDLER = (
+    """
+import logging
+own = logging.getLogger("own")
+own.addHandler(logging.StreamHandler())
+own.propagate = False
+"""
+    + WORKER.format(json_lines=True)
+    + """
+logging.getLogger("own.part").warning("it has a handler of its own")
+raise SystemExit
+"""
+)
+
+
 def said(start: str) -> bytes:
     words = [sys.executable, "-c", PROGRAM.replace("START", start), HOSTILE]
     done = subprocess.run(words, capture_output=True, check=True, timeout=60)
@@ -52,6 +67,12 @@ def test_each_line_of_json_is_one_object():
     assert (library["logger"], library["level"], library["event"]) == ("some.library", "error", f"it said {HOSTILE}")
     assert lines[2]["logger"] == "py.warnings"
     assert [line["exception"].splitlines()[0] for line in lines[4:]] == ["Traceback (most recent call last):"] * 2
+
+
+def test_a_library_that_writes_by_itself():
+    """torch and transformers do."""
+    (line,) = said(OWN_HANDLER).splitlines()
+    assert json.loads(line)["logger"] == "own.part"
 
 
 @pytest.mark.parametrize("start", [WORKER.format(json_lines=False), COMMAND], ids=["worker", "command"])
