@@ -229,6 +229,9 @@ async def test_one_worker_under_two_addresses(page: Page):
         page.load(url)
         page.until(f"{NAMES}.join() === 'w1 (127.0.0.1:{port}),w1 (localhost:{port})'")
         page.until("document.querySelector('#state').textContent === 'ready'")
+        assert page.value("document.querySelector('#t-lanes tbody').rows.length") == 3, (
+            "its first snapshot has no tables"
+        )
         _keep(page, "live-one-name")
 
     async with Showing(seats=4, blocks=128).running() as show:
