@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import structlog
+
+import schemas.otel_lines  # noqa: F401  before OpenTelemetry
+
+# isort: split
 from opentelemetry.trace import set_tracer_provider
 
 if TYPE_CHECKING:
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 STOP_S = 2.0  # for the last spans; an endpoint that is away does not hold the end up
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
 
 log = structlog.get_logger(__name__)
 
@@ -48,21 +53,19 @@ class Exporting:
 def _new_provider(service: str, instance: str, environment: Mapping[str, str]) -> "TracerProvider | None":
     try:  # who exports pays for it
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        attributes = {"service.instance.id": instance}
+        if "OTEL_SERVICE_NAME" not in environment and "service.name=" not in environment.get(_ATTRIBUTES, ""):
+            attributes["service.name"] = service
+        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
     except ImportError:
         log.warning("telemetry.not_tracing", meaning="pip install opentelemetry-exporter-otlp-proto-http")
         return None
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    attributes = {"service.instance.id": instance}
-    named = "OTEL_SERVICE_NAME" in environment or "service.name=" in environment.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    if not named:
-        attributes["service.name"] = service
-    try:
-        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
-    except Exception as e:  # of any OTEL_* variable; which errors, each part of the SDK decides for itself
+    except Exception as e:  # of any OTEL_* variable; which errors, each part of the SDK decides for itself, and where
         log.warning("telemetry.not_tracing", error=str(e) or repr(e), meaning="an OTEL_* variable has a bad value")
         return None
     log.info("telemetry.tracing", endpoint=_endpoint(environment))

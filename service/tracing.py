@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import schemas.otel_lines  # noqa: F401  before OpenTelemetry
+
+# isort: split
 from opentelemetry import context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.propagators.composite import CompositePropagator
@@ -14,7 +17,10 @@ from opentelemetry.util.types import AttributeValue
 from schemas.reply_log import ReplyLog
 from schemas.request import PromptRequest
 
-_tracer = trace.get_tracer("carousel.client")
+try:
+    _tracer: trace.Tracer = trace.get_tracer("carousel.client")
+except Exception:  # OTEL_PYTHON_TRACER_PROVIDER names none that works, which OpenTelemetry has logged: no spans
+    _tracer = trace.NoOpTracer()
 # W3C, as the contract has it (protocol.md 2), whatever OTEL_PROPAGATORS says of the application's other traffic.
 _W3C = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
 

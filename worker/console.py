@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from schemas.snapshot import NoSnapshot, Snapshot, WorkerAddress
-from worker.health_server import new_server
+from worker.health_server import listening, new_server
 from worker.live import Feed, live_routes
 
 GLANCE_S = 2.0  # how old may be what is told of a worker that nobody has chosen
@@ -66,8 +65,7 @@ def run_console(urls: Sequence[str], host: str, port: int, on_bound: Callable[[i
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)  # uvicorn has its own while it runs, and then hands them on to these
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listener:
+    with listening(host, port) as listener:
         on_bound(listener.getsockname()[1])
         server.run([listener])
     return received[0]

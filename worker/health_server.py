@@ -16,6 +16,7 @@ from schemas.errors import reason_of
 from worker.health import Health, PortUnavailable
 
 LEAVE_S = 3  # for open streams to end; one whose viewer takes nothing would not
+SEND_BYTES = 1 << 16
 
 log = structlog.get_logger(__name__)
 
@@ -29,8 +30,7 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         more: further routes.
     """
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
+        listener = listening(host, port)
     except OSError as e:
         words = f"--metrics-port {port} of {host} cannot be had: {reason_of(e)}. Give another, or 0 for any"
         raise PortUnavailable(words) from e
@@ -45,6 +45,15 @@ def serving_health(health: Health, host: str, port: int, more: Sequence[BaseRout
         server.should_exit = True
         thread.join(timeout=5)
         listener.close()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket whose connections buffer SEND_BYTES. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    # Linux hands it on to what is accepted. It would take megabytes for a viewer who reads nothing.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    return listener
 
 
 def new_server(app: Starlette) -> uvicorn.Server:

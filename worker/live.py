@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import structlog
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from schemas.snapshot import PERIOD_S, NoSnapshot, Snapshot
 from worker.health import Health
@@ -26,6 +27,8 @@ MAX_PERIOD_S = 1.0  # a page that is slower is no live page
 TAKE_S = 1.0  # for a snapshot; a page that stops turning says why
 SEND_S = 30.0  # for a viewer to take what it was sent, when all buffers are full
 HEAD_S = 10.0  # something is sent at least so often, so that a viewer who left is noticed
+
+log = structlog.get_logger(__name__)
 
 
 class Feed:
@@ -55,6 +58,9 @@ class Feed:
                     (self._latest, elsewhere), self._reason = await self._take(), None
                 except NoSnapshot as away:
                     self._reason = str(away)
+                except Exception as error:  # whatever it is, it is told, and looked again: the page stays
+                    log.warning("live.failed", error=repr(error))
+                    self._reason = f"no snapshot could be had: {error!r}"
                 self._taken_at = time.monotonic()
                 self._pace(elsewhere)
             if self._reason is not None:
@@ -117,8 +123,7 @@ def live_routes(*feeds: Feed, glance: Callable[[], Awaitable[list[dict[str, Any]
         feed = chosen(request)
         if sum(each.num_viewers for each in feeds) >= MAX_VIEWERS:
             return PlainTextResponse(f"{MAX_VIEWERS} viewers look on already", status_code=503)
-        stream = _events(feed, request.app.state.stopping)
-        return _ViewerResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return _ViewerResponse(feed, request.app.state.stopping)
 
     async def workers(request: Request) -> Response:
         return JSONResponse([] if glance is None else await glance(), headers={"Cache-Control": "no-store"})
@@ -127,7 +132,18 @@ def live_routes(*feeds: Feed, glance: Callable[[], Awaitable[list[dict[str, Any]
 
 
 class _ViewerResponse(StreamingResponse):
-    """Ends when its viewer takes nothing for SEND_S: a place is for who looks on."""
+    """Has its place from now on, and ends when its viewer takes nothing for SEND_S: a place is for who looks on."""
+
+    def __init__(self, feed: Feed, stopping: Callable[[], bool]) -> None:
+        super().__init__(_events(feed, stopping), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._feed = feed
+        feed.num_viewers += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._feed.num_viewers -= 1
 
     async def stream_response(self, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -141,21 +157,17 @@ class _ViewerResponse(StreamingResponse):
 
 async def _events(feed: Feed, stopping: Callable[[], bool]) -> AsyncIterator[bytes]:
     """A snapshot as soon as there is another one; `away` with the reason while there is none."""
-    feed.num_viewers += 1
     sent, sent_at = b"", time.monotonic()
-    try:
-        yield b"retry: 1000\n\n"
-        while not stopping():
-            try:
-                event = b"data: " + await feed.latest() + b"\n\n"
-            except NoSnapshot as away:
-                event = b"event: away\ndata: " + str(away).replace("\n", " ").encode() + b"\n\n"
-            if event != sent or time.monotonic() - sent_at > HEAD_S:
-                sent, sent_at = event, time.monotonic()
-                yield event
-            await asyncio.sleep(PERIOD_S)
-    finally:
-        feed.num_viewers -= 1
+    yield b"retry: 1000\n\n"
+    while not stopping():
+        try:
+            event = b"data: " + await feed.latest() + b"\n\n"
+        except NoSnapshot as away:
+            event = b"event: away\ndata: " + str(away).replace("\n", " ").encode() + b"\n\n"
+        if event != sent or time.monotonic() - sent_at > HEAD_S:
+            sent, sent_at = event, time.monotonic()
+            yield event
+        await asyncio.sleep(PERIOD_S)
 
 
 def _policy(html: str) -> str:

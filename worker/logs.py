@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from schemas.log_lines import before_rendering, library_formatter, renderer
 from schemas.records import End
 
 log = structlog.get_logger("worker")
@@ -57,24 +58,26 @@ def start_logging(worker: str, level: str, json_lines: bool) -> None:
         return event
 
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            add_worker,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info if json_lines else _as_it_is,
-            structlog.processors.JSONRenderer(sort_keys=False) if json_lines else structlog.dev.ConsoleRenderer(),
-        ],
+        processors=[*before_rendering(json_lines, [add_worker]), renderer(json_lines)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(_OnceInAWhile())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(levelname)s %(name)s %(message)s")
+    handler.setFormatter(library_formatter(json_lines, [add_worker]))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)
+    _take_over()
     # One line for each span that is dropped costs more than the span; that the endpoint fails, the exporter says.
     logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.ERROR)
 
 
-def _as_it_is(_logger: object, _name: str, event: Mapping[str, object]) -> Mapping[str, object]:
-    return event
+def _take_over() -> None:
+    """What torch and transformers would write on stderr themselves goes the way of all lines."""
+    for logger in logging.root.manager.loggerDict.values():
+        for handler in getattr(logger, "handlers", ())[:]:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
+                assert isinstance(logger, logging.Logger), "no placeholder has handlers"
+                logger.removeHandler(handler)
+                logger.propagate = True

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import time_ns
 
+import schemas.otel_lines  # noqa: F401  before OpenTelemetry
+
+# isort: split
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter

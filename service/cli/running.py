@@ -14,6 +14,7 @@ import typer
 
 from schemas.errors import RequestError
 from schemas.exporting import Exporting
+from schemas.log_lines import before_rendering, library_formatter, renderer
 from service.errors import ServiceError
 
 
@@ -23,9 +24,13 @@ def run(main: Coroutine[Any, Any, None], *, log_level: int = logging.WARNING) ->
     A ServiceError, a RequestError or a ValueError (bad TLS files) is printed, and the exit status is 1.
     """
     structlog.configure(
+        processors=[*before_rendering(json_lines=False), renderer(json_lines=False)],
         wrapper_class=structlog.make_filtering_bound_logger(log_level),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
+    if logging.lastResort is not None:  # what libraries say
+        logging.lastResort.setFormatter(library_formatter(json_lines=False))
+    logging.captureWarnings(True)
     client_log = logging.getLogger("aiokafka")  # a line per failed attempt; we say what matters of it
     client_log.addHandler(logging.NullHandler())
     client_log.propagate = False

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -35,9 +36,28 @@ _HOST_CELLS = {"free": "·", "active": "S", "cached": "S", "draining": "▒"}
 
 def _urls(values: list[str] | None) -> list[str] | None:
     for value in values or ():
-        if not value.startswith(("http://", "https://")):
-            raise typer.BadParameter("an address such as http://127.0.0.1:9100: the worker's --metrics-port")
+        wrong = _wrong_with(value)
+        if wrong is not None:
+            words = f"{value!a}: {wrong}. An address such as http://127.0.0.1:9100: the worker's --metrics-port"
+            raise typer.BadParameter(words)
     return values
+
+
+def _wrong_with(url: str) -> str | None:
+    """Why nobody can be looked at there."""
+    if not url.startswith(("http://", "https://")):
+        return "it begins with http:// or https://"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return "it is of ASCII characters without spaces (a name of others is written xn--...)"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        name, port = parts.hostname or "", parts.port
+        name.encode("idna")  # as it is looked up: no part empty, or of more than 63 characters
+    except ValueError as error:
+        return str(error).lower()
+    if not name or port == 0 or parts.query or parts.fragment:
+        return "it is of a host and a port from 1 to 65535"
+    return None
 
 
 WorkersOption = Annotated[
@@ -102,7 +122,7 @@ def _print(url: str, seats: int, as_json: bool) -> bool:
         data = fetch_snapshot(url)
         shown = Snapshot.decode(data)
     except (NoSnapshot, ValueError) as error:
-        typer.echo(f"carousel top: {error}", err=True)
+        typer.echo(f"carousel top: {printable(str(error))}", err=True)
         return False
     if as_json:
         typer.echo(data.decode())
@@ -123,6 +143,7 @@ class _Watched:
         self._changed = changed
         self._chosen = False
         self._again = threading.Event()
+        self.url = url
         self.name = url  # as the worker calls itself, once it has been there
         self.seen: Snapshot | str | None = None  # or why there is none; None: not looked yet
         threading.Thread(target=self._watch, name=url, daemon=True).start()
@@ -137,6 +158,8 @@ class _Watched:
                 found = Snapshot.decode(self._address.fetch())
             except (NoSnapshot, ValueError) as error:
                 self.seen = str(error)
+            except Exception as error:  # whatever it is, it is told, and looked again
+                self.seen = f"no snapshot could be had: {error!r}"
             else:
                 self.seen, self.name = found, found.worker
             self._changed()
@@ -150,14 +173,17 @@ def _screen(workers: Sequence[_Watched], chosen: int, num_seats: int) -> Group:
     if seen is None:
         shown: Group | Text = Text("...")
     else:
-        shown = Text(seen, "red") if isinstance(seen, str) else picture(seen, num_seats)
+        shown = _red(seen) if isinstance(seen, str) else picture(seen, num_seats)
     if len(workers) == 1:
         return Group(shown)
     lines = [Text("workers: the arrow keys or a number choose", "dim")]
+    names = [worker.name for worker in workers]
     for number, worker in enumerate(workers):
+        shared = worker.name != worker.url and names.count(worker.name) > 1
+        name = f"{worker.name} ({worker.url})" if shared else worker.name
         mark = "▶" if number == chosen else " "
-        name = Text.assemble(f"{mark} {number + 1} ", printable(worker.name), style="bold" if number == chosen else "")
-        lines.append(Text.assemble(name, ": ", _how(worker.seen)))
+        label = Text.assemble(f"{mark} {number + 1} ", printable(name), style="bold" if number == chosen else "")
+        lines.append(Text.assemble(label, ": ", _how(worker.seen)))
     return Group(*lines, Text(), shown)
 
 
@@ -170,7 +196,13 @@ def _how(seen: Snapshot | str | None) -> Text:
 
 
 def _state(shown: Snapshot) -> Text:
-    return Text("; ".join(shown.reasons), "red") if shown.reasons else Text("ready", "green")
+    return _red("; ".join(shown.reasons)) if shown.reasons else Text("ready", "green")
+
+
+def _red(words: str) -> Text:
+    text = printable(words)
+    text.stylize("red")
+    return text
 
 
 def picture(shown: Snapshot, num_seats: int) -> Group:

@@ -1,6 +1,8 @@
 """Where spans go, by the standard variables; that they arrive: e2e/test_telemetry.py."""
 
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -64,6 +66,41 @@ def test_a_bad_variable_turns_tracing_off_and_says_so(
     with capture_logs() as lines:
         assert Exporting("carousel-worker", "w", BASE).tracer is None
     assert (lines[0]["event"], lines[0]["log_level"]) == ("telemetry.not_tracing", "warning")
+
+
+ONE_CALL = """
+from carousel import Client
+from schemas.request import PromptRequest
+from service.cli.running import run
+from service.tracing import CallTrace
+
+async def call():
+    CallTrace(PromptRequest(prompt="hi"), None).begin()
+    print("called")
+
+run(call())
+"""
+
+
+@pytest.mark.parametrize("endpoint", [{}, BASE], ids=["no endpoint", "endpoint"])
+@pytest.mark.parametrize(
+    ("variable", "value", "always"),
+    [
+        ("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "-1", False),  # the SDK fails while it is imported
+        ("OTEL_PYTHON_TRACER_PROVIDER", "nosuch", True),  # so does the API, without an endpoint too
+        ("OTEL_PYTHON_CONTEXT", "nosuch", True),
+        ("OTEL_BSP_SCHEDULE_DELAY", "x", False),
+    ],
+)
+def test_a_bad_variable_costs_no_more_than_a_line(
+    variable: str, value: str, always: bool, endpoint: dict[str, str]
+) -> None:
+    """What is read on import, too, and in a process without tracing; no traceback beside the answer."""
+    words = [sys.executable, "-c", ONE_CALL]
+    environment = os.environ | endpoint | {variable: value}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "called\n"), done.stderr
+    assert len(done.stderr.splitlines()) == int(always or endpoint != {}), done.stderr
 
 
 def test_without_the_exporter_package_nothing_breaks(monkeypatch: pytest.MonkeyPatch) -> None:

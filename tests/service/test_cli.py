@@ -65,6 +65,7 @@ def _logging_restored() -> Iterator[None]:
     """Commands that run in this process set up logging for all of it."""
     yield
     structlog.reset_defaults()
+    logging.captureWarnings(False)
     client_log = logging.getLogger("aiokafka")
     client_log.propagate = True
     client_log.handlers.clear()

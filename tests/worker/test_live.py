@@ -1,14 +1,20 @@
 """The live page's data: what a snapshot says, how often one is made, and what a viewer is told when there is none."""
 
 import asyncio
+import contextlib
+import itertools
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import jsonschema
@@ -252,9 +258,105 @@ async def test_a_viewer_who_takes_nothing_loses_its_place(monkeypatch: pytest.Mo
             await asyncio.sleep(60)
 
     async with asyncio.timeout(10):
-        await live._ViewerResponse(live._events(feed, lambda: False)).stream_response(full_after_two)
+        response = live._ViewerResponse(feed, lambda: False)
+        assert feed.num_viewers == 1
+        await response({"type": "http", "asgi": {"spec_version": "2.4"}}, asyncio.Event().wait, full_after_two)
     assert feed.num_viewers == 0
     assert len(sent) == 3
+
+
+async def test_a_burst_of_viewers_has_the_same_bound():
+    """Those that come at once are counted as they are accepted, not when they are served."""
+    feed = Feed(lambda: asyncio.sleep(0, (b"{}", 0.0)))
+
+    async def status(port: int) -> tuple[bytes, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        return (await reader.readline()).split()[1], writer
+
+    with serving_health(Health(30.0), "127.0.0.1", 0, live_routes(feed)) as port:
+        async with asyncio.timeout(30):
+            answers = await asyncio.gather(*(status(port) for _ in range(150)))
+    given = [code for code, _ in answers]
+    for _, writer in answers:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    assert given.count(b"200") == MAX_VIEWERS
+    assert given.count(b"503") == 150 - MAX_VIEWERS
+
+
+def _big_snapshots() -> Callable[[], Awaitable[tuple[bytes, float]]]:
+    numbers = itertools.count()
+    return lambda: asyncio.sleep(0, (b"%d " % next(numbers) + b"x" * 8000, 0.0))
+
+
+def _sits_in_silence(port: int) -> int:
+    """Takes the only place and reads nothing until another one has it. How many bytes were sent to it."""
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        silent.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        silent.recv(1)
+
+        def another_has_it() -> bool:
+            with socket.create_connection(("127.0.0.1", port)) as other:
+                other.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+                return other.recv(12) == b"HTTP/1.1 200"
+
+        assert not another_has_it()
+        until(another_has_it)
+        silent.settimeout(1)
+        taken = 0
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while part := silent.recv(1 << 16):
+                taken += len(part)
+        return taken
+
+
+@pytest.mark.parametrize("server", ["worker", "console"])
+def test_a_viewer_who_reads_nothing_fills_no_megabytes(server: str, monkeypatch: pytest.MonkeyPatch):
+    """The buffers before it are full soon, of the worker's page and of the console's, and then its time runs."""
+    for name, value in {"SEND_S": 0.3, "PERIOD_S": 0.001, "SHARE": 1e6, "MAX_VIEWERS": 1}.items():
+        monkeypatch.setattr(live, name, value)
+    sent: list[int] = []
+    if server == "worker":
+        with serving_health(Health(30.0), "127.0.0.1", 0, live_routes(Feed(_big_snapshots()))) as port:
+            sent.append(_sits_in_silence(port))
+    else:
+        take = _big_snapshots()
+        monkeypatch.setattr(RemoteWorker, "_take", lambda self: take())
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+        def look(port: int) -> None:
+            try:
+                sent.append(_sits_in_silence(port))
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        try:
+            run_console(
+                ["http://127.0.0.1:1"], "127.0.0.1", 0, lambda port: threading.Thread(target=look, args=[port]).start()
+            )
+        finally:
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+    assert 100_000 < sent[0] < 1_000_000
+
+
+async def test_a_feed_survives_any_error_of_a_look():
+    """Also one that nobody foresaw is a reason, and the next look is a new one."""
+    answers: list[Exception | bytes] = [ValueError("idna"), b"{}"]
+
+    async def take() -> tuple[bytes, float]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, 0.0
+
+    feed = Feed(take)
+    with pytest.raises(NoSnapshot, match="idna"):
+        await feed.latest()
+    feed._taken_at = 0.0
+    assert await feed.latest() == b"{}"
 
 
 async def test_a_console_reads_a_worker():

@@ -122,13 +122,18 @@ async def test_reduced_motion_and_pause(page: Page):
         page.until("document.body.dataset.snapshots > 6")
         assert page.value("document.querySelector('#turning').style.transform") == ""
         assert page.value("getComputedStyle(document.querySelector('#turning')).transitionProperty") == "none"
+        page.value("document.querySelector('#d-steps').open = true")
         page.value("document.querySelector('#pause').click()")
+        assert page.value("document.querySelector('#state').textContent") == "paused"
+        last, tabled = "now.steps.at(-1).step", "document.querySelector('#t-steps tbody td').textContent"
+        assert page.value(f"number({last}) === {tabled}"), "the tables are of another moment than the ring"
         seen = page.value("document.body.dataset.snapshots")
         page.value("new Promise((done) => setTimeout(done, 800))")
         assert page.value("document.body.dataset.snapshots") == seen
         _keep(page, "live-paused-390")
         page.value("document.querySelector('#pause').click()")
         page.until(f"document.body.dataset.snapshots > {seen}")
+        page.until("document.querySelector('#state').textContent === 'ready'")
         assert page.problems == []
 
     async with Showing(seats=8, blocks=128).running() as show:
@@ -192,7 +197,19 @@ async def test_several_workers(page: Page):
         page.until("document.querySelector('#state').textContent.startsWith('no worker answers at ')")
         assert page.value("document.querySelectorAll('#turning g, #t-lanes tbody tr, #totals div').length") == 0
         assert page.value(f"{NAMES}.join()") == "left,right"
+        assert page.value("getComputedStyle(document.querySelector('main')).display") == "none", "empty panels"
+        assert page.value("document.body.innerText.match(/no worker answers/g).length") == 1, "said twice"
         _keep(page, "live-one-has-gone")
+        page.view(390, 844)
+        page.until("innerWidth === 390")
+        assert page.value("document.documentElement.scrollWidth") <= 390
+        _keep(page, "live-one-has-gone-390")
+        page.view(1280, 800)
+        page.press("ArrowRight")
+        page.until("document.querySelector('#state').textContent === 'ready'")
+        page.until("getComputedStyle(document.querySelector('main')).display !== 'none'")
+        page.until("document.querySelector('#device').clientWidth === document.querySelector('#host').clientWidth")
+        _keep(page, "live-one-is-there")
 
     async with right.running(), contextlib.AsyncExitStack() as leaving:
         await leaving.enter_async_context(left.running())
@@ -202,6 +219,25 @@ async def test_several_workers(page: Page):
             await asyncio.to_thread(both, f"http://127.0.0.1:{port}/")
             await leaving.aclose()
             await asyncio.to_thread(left_has_gone)
+
+
+async def test_one_worker_under_two_addresses(page: Page):
+    """Names that are the same stand beside their addresses; a worker that did nothing yet says so."""
+
+    def look(url: str, port: int) -> None:
+        page.view(1280, 800)
+        page.load(url)
+        page.until(f"{NAMES}.join() === 'w1 (127.0.0.1:{port}),w1 (localhost:{port})'")
+        page.until("document.querySelector('#state').textContent === 'ready'")
+        assert page.value("document.querySelector('#t-lanes tbody').rows.length") == 3, (
+            "its first snapshot has no tables"
+        )
+        _keep(page, "live-one-name")
+
+    async with Showing(seats=4, blocks=128).running() as show:
+        urls = [f"http://{host}:{show.port}" for host in ("127.0.0.1", "localhost")]
+        with serving_health(Health(30.0), "127.0.0.1", 0, console_routes(urls)) as port:
+            await asyncio.to_thread(look, f"http://127.0.0.1:{port}/", show.port)
 
 
 async def test_a_worker_that_goes(page: Page):

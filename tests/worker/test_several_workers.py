@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from schemas import snapshot
 from schemas.snapshot import NoSnapshot, Pool, Snapshot, WorkerAddress
 from service.cli import app
 from service.cli.keys import moved
-from service.cli.top import DEFAULT_WORKER, urls_of
+from service.cli.top import DEFAULT_WORKER, _screen, _urls, _Watched, urls_of
 from tests.worker.showing import Showing, Viewer
 from tests.worker.test_live import get
 from worker import live
@@ -142,6 +143,44 @@ def test_addresses():
     """Each once, in their order, without a slash at the end; the default when there is none."""
     assert urls_of(None) == urls_of([]) == [DEFAULT_WORKER]
     assert urls_of(["http://b/", "http://a", "http://b"]) == ["http://b", "http://a"]
+
+
+@pytest.mark.parametrize("command", ["top", "console"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost", "http://", "http://[::1", "http://b\u00fccher.example:9100", "http://h:99999", "http://h:0"),
+        *(
+            "http://h:x",
+            "http://a..b:1",
+            f"http://{'a' * 64}:1",
+            "http://a b:1",
+            "http://h\n:1",
+            "http://h:1/?worker=1",
+        ),
+    ],
+)
+def test_an_address_that_is_none(command: str, url: str):
+    """A sentence before anything starts."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, [command, "--worker", url])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "An address such as" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:9100", "https://w-1.example", "http://127.0.0.1:65535/", "http://a_b:1"])
+def test_an_address_that_is_one(url: str):
+    assert _urls([url]) == [url]
+
+
+def test_two_addresses_of_one_name(monkeypatch: pytest.MonkeyPatch):
+    """Names that are the same are told apart by their addresses."""
+    monkeypatch.setattr(WorkerAddress, "fetch", lambda self: shot("other" if self.url == "http://c" else "same"))
+    looked = threading.Semaphore(0)
+    workers = [_Watched(url, 60.0, looked.release) for url in ("http://a", "http://b", "http://c")]
+    for _ in workers:
+        assert looked.acquire(timeout=10)
+    lines = [str(line) for line in _screen(workers, 0, 1).renderables[1:4]]
+    assert lines == ["▶ 1 same (http://a): ready", "  2 same (http://b): ready", "  3 other: ready"]
 
 
 async def test_top_prints_all():
