@@ -161,7 +161,8 @@ class WorkerConfig(KafkaSettings):
         10,
         ge=0,
         description="Attempts at a request in a row that may end without a token because the worker vanished. Then it "
-        "gets an error and goes to the dead letters. Drains and re-balances do not count. 0: it is tried for ever.",
+        "gets an error and goes to the dead letters. Waiting through drains and re-balances does not count. 0: no "
+        "bound.",
     )
     commit_interval: Seconds = Field(0.5, description="Seconds between commits of what is done.")
     session_timeout_ms: int = Field(

@@ -143,5 +143,4 @@ class Health:
 
     def _step_seconds(self) -> float:
         """How long the step in flight has been running."""
-        began = self._engine.step_began if self._engine is not None else None
-        return 0.0 if began is None or self._engine is None else self._engine.clock.now() - began
+        return 0.0 if self._engine is None else self._engine.step_seconds

@@ -1,4 +1,5 @@
-"""Says in a request's reply log that an attempt was given up by a worker that lives: `left` (protocol.md 3).
+"""Says in a request's reply log that an attempt was given up by a worker that lives: `left`, an event that readers pass
+over as they do all that they do not know (protocol.md 3).
 
 A `begin` with nothing behind it looks as if its worker had died of the request (worker/suspects.py). A request that
 waits for its seat while workers are restarted gets one at each hand-over, although nothing is wrong with it.
@@ -14,7 +15,8 @@ from schemas.records import Left
 from worker.call import Call
 from worker.transport.protocols import ReplySink, ReplyTopicGone, ReplyUnauthorised
 
-LEFT_S = 1.0  # that a drain waits for `left` records, and takes off its time for that: at most a tenth
+LEFT_S = 1.0  # that a drain waits for `left` records at most; it takes up to a tenth of its time off for that
+HANGS_S = 5.0  # a step that lasts as long does not end: nothing is left then
 
 log = structlog.get_logger(__name__)
 

@@ -184,6 +184,11 @@ class EngineLoop:
         """For statistics and integrity checks."""
         return self._scheduler
 
+    @property
+    def step_seconds(self) -> float:
+        """How long the step that is being executed has taken so far; 0 without one."""
+        return 0.0 if self.step_began is None else self.clock.now() - self.step_began
+
     def add(
         self,
         request: Request,

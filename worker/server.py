@@ -27,7 +27,7 @@ from worker.call import Call, Outcome, ServerConfig
 from worker.cancels import Cancels
 from worker.engine.admission import Begun, Delay, Refuse
 from worker.engine.request import Request
-from worker.leaving import LEFT_S, Leaving
+from worker.leaving import HANGS_S, LEFT_S, Leaving
 from worker.loop import EngineLoop, EventStream
 from worker.prepare import ModelFacts, check_fields, check_tier, engine_request, sampling_params, tokenise
 from worker.reply_progress import ReplyProgress
@@ -207,7 +207,8 @@ class RequestServer:
         if not twins:
             del self._by_correlation_id[call.address.correlation_id]
         # What was cancelled without being given up is not left: the worker ends at once, perhaps because of it.
-        if not (call.given_up and self._leaving.leave(call)):
+        hangs = self._engine.step_seconds >= HANGS_S  # as good as dead, and perhaps because of it, too
+        if hangs or not (call.given_up and self._leaving.leave(call)):
             self._forget_log(call.address)
 
     def _forget_log(self, address: ReplyAddress) -> None:
@@ -253,12 +254,8 @@ class RequestServer:
             return Outcome.DEAD_LETTER
         if outcome is Outcome.UNDELIVERABLE and call.address.topic == self._config.default_reply_topic:
             if not isinstance(call.refusal, DecodeError):
-                await self._side.bury(
-                    call.delivery,
-                    call.trace,
-                    DeadLetterReason.NO_REPLY_TOPIC,
-                    "no reply_to, and no default reply topic",
-                )
+                message = "no reply_to, and no default reply topic"
+                await self._side.bury(call.delivery, call.trace, DeadLetterReason.NO_REPLY_TOPIC, message)
             return Outcome.DEAD_LETTER
         if outcome is Outcome.ANSWERED:
             assert call.end is not None
@@ -429,7 +426,9 @@ class RequestServer:
         if call.num_attempts == 1 and not call.taken_in_before:
             return None
         seen = await self._sink.read(call.address, 0, None)
-        await self._suspects.turn(call, seen, partial(self._is_over, call))
+        waited = await self._suspects.turn(call, seen, partial(self._is_over, call))
+        if waited and await self._sink.locate(call.address) is None:  # its caller may have gone meanwhile (5.10)
+            raise ReplyTopicGone(call.address.topic)
         return seen
 
     async def _read_begun(self, call: Call, attempt: Attempt, before: ReplyLog | None, begin: Begin) -> ReplyLog:

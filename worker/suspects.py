@@ -57,8 +57,8 @@ class Suspects:
         """Whether a request waits for its turn after so many fruitless attempts."""
         return self.counts and self._turns_from <= number < self._max_fruitless
 
-    async def turn(self, call: Call, seen: ReplyLog, is_over: Callable[[], bool]) -> None:
-        """Returns when the request may be begun. `leave` must follow.
+    async def turn(self, call: Call, seen: ReplyLog, is_over: Callable[[], bool]) -> bool:
+        """Returns when the request may be begun, and whether it had to wait for that. `leave` must follow.
 
         Args:
             seen: its log before our `begin`.
@@ -66,7 +66,7 @@ class Suspects:
         """
         number = len(seen.fruitless)
         if not self.takes_turns(number) or self._holder is call:
-            return
+            return False
         log.warning("request.suspect", fruitless_attempts=number, bound=self._max_fruitless)
         loop = asyncio.get_running_loop()
         self._waiting[call], settled = number, loop.time() + SETTLE_S
@@ -75,10 +75,11 @@ class Suspects:
                 now = loop.time()
                 if now >= settled and self._is_next(call, now):
                     self._holder, self._held_until = call, now + TURN_S
-                    return
+                    break
                 await asyncio.sleep(POLL_S)
         finally:
             del self._waiting[call]
+        return True
 
     def leave(self, call: Call) -> None:
         """It has a token, or is over here. Again, or without a turn: nothing."""

@@ -99,7 +99,7 @@ def config_of(bootstrap: str, lane_prefix: str, **settings: Any) -> WorkerConfig
         num_threads=1,
         num_blocks=2048,
         session_timeout_ms=6000,
-        max_fruitless_attempts=1,
+        max_fruitless_attempts=4,  # a hand-over may be quicker than its `left`, and count
         **settings,
     )
 

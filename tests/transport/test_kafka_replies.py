@@ -192,21 +192,22 @@ async def test_t19_a_record_too_large_is_not_sent(connections: FakeConnections, 
     assert await publishing
 
 
+@pytest.mark.parametrize("key", [b"small", b"k" * 20_000])
 @pytest.mark.parametrize("headers", [[("h", b"x" * 20_000)], [("ü" * 9_000, b"")], [("h", b"x")] * 5_000])
 async def test_t19_a_dead_letter_of_large_headers_is_cut(
-    connections: FakeConnections, replies: KafkaReplies, headers: list[tuple[str, bytes]]
+    connections: FakeConnections, replies: KafkaReplies, headers: list[tuple[str, bytes]], key: bytes
 ):
-    """One that is huge, or many: what we added ourselves stays, and the record fits."""
+    """One that is huge, or many: what we added ourselves stays, a key that fits beside it, too; and the record fits."""
     ours = [(f"dlq_{i}", b"why") for i in range(8)]
-    num_bytes = sum(
-        len(name.encode()) + len(value) for name, value in [*headers, *ours, ("truncated_key_from", b"20000")]
-    )
-    cut = [("truncated_key_from", b"20000"), ("truncated_headers_from", str(num_bytes).encode())]
-    publishing = asyncio.create_task(replies.publish("prompts.dlq", b"k" * 20_000, b"body", [*headers, *ours]))
+    num_bytes = sum(len(name.encode()) + len(value) for name, value in [*headers, *ours])
+    cut = [("truncated_headers_from", str(num_bytes).encode())]
+    cut += [] if key == b"small" else [("truncated_key_from", b"20000")]
+    publishing = asyncio.create_task(replies.publish("prompts.dlq", key, b"body", [*headers, *ours]))
     while not connections.sends:
         await asyncio.sleep(0)
     sent = connections.sent[-1]
-    assert sent["headers"][-10:] == [*ours, *cut]
+    assert sent["headers"][-len(ours + cut) :] == [*ours, *cut]
+    assert sent["key"] == (b"small" if key == b"small" else None)
     assert len(sent["value"]) + sum(len(n.encode()) + len(v) for n, v in sent["headers"]) < 10_000
     connections.acknowledge()
     assert await publishing

@@ -284,6 +284,24 @@ async def test_who_waits_for_its_turn_can_be_cancelled():
     assert not world.answer("a").ended
 
 
+async def test_whose_caller_goes_while_it_waits_for_its_turn_is_not_begun():
+    """Its topic must not come back (5.10)."""
+    world = World()
+    for name in ("a", "b"):
+        world.publish(name, prompt=POISON)
+    await deaths(world, 3)
+    async with world.worker("last") as server:
+        scheduler = server.engine.scheduler
+        scheduler.schedule = lambda now: (None, scheduler._expire(now))  # nobody gets a seat
+        world.deliver(server)
+        await until(lambda: kinds(world) == [Begin] * 4)
+        log = world.broker.topics.pop("replies.b")
+        server.cancel(Cancel(b"a"))
+        await until(lambda: world.answer("a").ended and not server.num_calls)
+    assert "replies.b" not in world.broker.topics
+    assert len(log[0]) == 3
+
+
 def seen(num_fruitless: int) -> ReplyLog:
     return ReplyLog(fruitless=set(range(num_fruitless)))
 

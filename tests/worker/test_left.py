@@ -17,6 +17,7 @@ from schemas.reply_log import ReplyLog
 from tests.worker.test_fruitless import POISON, Death, calm, kinds, most_fruitless
 from tests.worker.world import LANE, World, until, vanish
 from worker import loop, suspects
+from worker.leaving import HANGS_S
 from worker.server import RequestServer
 from worker.transport.memory import Fate
 from worker.transport.offset_tracker import OffsetTracker
@@ -337,6 +338,21 @@ async def test_what_is_written():
     assert left.value == b'{"attempt":0}'
     without = [(name, value) for name, value in begin.headers if name != "traceparent"]
     assert left.headers == [(name, b"left" if name == "event" else value) for name, value in without]
+
+
+async def test_a_worker_whose_step_hangs_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    """It is drained because it hangs, perhaps on this very request: it counts as one that has died."""
+    monkeypatch.setattr(loop, "RETRY_PAUSES_S", (60.0,))
+    world = World()
+    world.publish("a")
+    async with world.worker() as server:
+        server.runner.failing = range(1000)
+        world.deliver(server)
+        await until(lambda: server.engine.step_began is not None and kinds(world) == [Begin])
+        world.clock.seconds += HANGS_S
+        assert await server.drain(0) == 1
+    assert kinds(world) == [Begin]
+    assert world.answer("a").fruitless == {0}
 
 
 async def test_a_drain_waits_for_it():

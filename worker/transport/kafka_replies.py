@@ -122,11 +122,11 @@ class KafkaReplies:
                     task.cancel()  # nothing, where it has ended by itself
 
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
-        if key is not None and _size(key, b"", headers) > self._max_record_bytes:
-            headers, key = [*headers, _cut_from(CUT_KEY, len(key))], None
-        if _size(key, b"", headers) > self._max_record_bytes:
+        if _size(None, b"", headers) > self._max_record_bytes:
             num_bytes = sum(len(name.encode()) + len(value or b"") for name, value in headers)
             headers = [*_cut(headers, self._max_record_bytes // 2), _cut_from(CUT_HEADERS, num_bytes)]
+        if key is not None and _size(key, b"", headers) > self._max_record_bytes:
+            headers, key = [*headers, _cut_from(CUT_KEY, len(key))], None
         room = self._max_record_bytes - _size(key, b"", headers)
         if value is not None and len(value) > room:
             headers = [*headers, _cut_from(CUT_VALUE, len(value))]
@@ -224,7 +224,10 @@ class KafkaReplies:
                 return ReplyLog()
             reader.assign([partition])
             reader.seek(partition, start)
-            return await self._read(reader, address, until)
+            try:
+                return await self._read(reader, address, until)
+            finally:
+                reader.pause(partition)  # or it goes on asking for a topic that may have been deleted
 
     async def _read(self, reader: LogConsumer, address: ReplyAddress, until: int) -> ReplyLog:
         seen, loop = ReplyLog(), asyncio.get_running_loop()
