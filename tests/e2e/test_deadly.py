@@ -66,7 +66,9 @@ async def test_a_request_that_kills_every_worker_is_given_up(kafka: Any, checks:
     end = streams[bad].end
     assert end["error"]["code"] == "internal"
     assert end["error"]["message"].startswith(f"{BOUND} attempts in a row ended without a token")
-    assert (streams[bad].token_ids, len(streams[bad].attempts)) == ({}, BOUND + 1)
+    # A suspect of whom no commit tells has begun before it is known to be one: it leaves, and begins again in its turn.
+    num_left = sum(event == "left" for event, _ in streams[bad].headers)
+    assert (streams[bad].token_ids, len(streams[bad].attempts) - num_left) == ({}, BOUND + 1)
     assert again[bad].end == end
     assert [each.text("dlq_reason") for each in letters] == ["fruitless_attempts"]
     assert letter.correlation_id == bad.removeprefix("replies.")
