@@ -11,7 +11,7 @@ from service.reply_topics import MAX_READY, ReplyTopicPool
 
 
 class Cluster:
-    """Stands in for TopicAdmin: every call takes 10 ms, may fail. New topics have leaders once `electing` is set."""
+    """Stands in for TopicAdmin: a call takes 10 ms and may fail. New topics have leaders once `electing` is set."""
 
     def __init__(self) -> None:
         self.topics: set[str] = set()
