@@ -24,6 +24,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "contract/test_lanes.py::test_t03_brokers_that_go_away_and_come_back",
         "transport/test_kafka_lane.py::test_t03_polls_are_recorded",
         "e2e/test_survival.py::test_apache_kafka_restarts_under_load",
+        "worker/test_health.py::test_t03_a_lane_that_is_polled_no_more_turns_livez_red",
     ),
     "T4": (
         "contract/test_lanes.py::test_t04_a_fetching_task_that_ends_shows_as_lag",
@@ -117,6 +118,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "transport/test_kafka_connections.py::test_t29_a_broker_that_creates_topics_is_warned_of",
     ),
     "T30": (
+        "service/test_reply_topics.py::test_t30_no_topic_is_handed_out_before_it_has_a_leader",
+        "service/test_topics.py::test_t30_new_topics_are_waited_for_until_each_has_a_leader",
         "service/test_reply_topics.py::test_demand_is_coalesced",
         "service/test_reply_topics.py::test_refills_and_grows",
         "service/test_reply_topics.py::test_ready_ahead_of_need",
@@ -125,14 +128,26 @@ ROWS: dict[str, tuple[str, ...]] = {
     "T32": (
         "worker/test_recovery.py::test_t32_a_deadline_is_never_moved",
         "worker/test_recovery.py::test_t32_nothing_stays_reserved_however_requests_end",
+        "worker/test_admission.py::test_nothing_is_held_after_any_way_to_end",
     ),
     "T33": ("worker/test_recovery.py::test_t33_positions_are_numbers",),
-    "T34": ("worker/test_recovery.py::test_t34_a_drain_that_outlasts_a_rebalance_is_refused",),
-    "T36": ("worker/test_recovery.py::test_t36_one_traceparent_on_every_record_that_is_passed_on",),
+    "T34": (
+        "worker/test_recovery.py::test_t34_a_drain_that_outlasts_a_rebalance_is_refused",
+        "worker/test_cli.py::test_what_cannot_be_is_said_before_anything_starts",
+    ),
+    "T35": (
+        "worker/test_metrics.py::test_t35_depth_and_oldest_age_are_what_to_scale_on",
+        "transport/test_kafka_lane.py::test_lag_and_gap_of_a_partition",
+        "e2e/test_telemetry.py::test_every_documented_metric_is_there",
+    ),
+    "T36": (
+        "worker/test_recovery.py::test_t36_one_traceparent_on_every_record_that_is_passed_on",
+        "schemas/test_records.py::test_t36_dead_letters_have_exactly_one_traceparent",
+        "worker/test_tracing.py::test_t36_a_dead_letter_has_one_traceparent",
+    ),
 }
 NOT_OURS = {
     "T18": "there is no gateway yet; the client publishes only when it reads the reply topic already (T30)",
-    "T35": "about how autoscalers read lag: the metrics of issue 7",
 }
 
 

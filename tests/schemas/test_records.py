@@ -255,7 +255,7 @@ TRACE, STALE, OURS = (f"00-{digit * 32}-{digit * 16}-01" for digit in "123")
     ("own", "expected"),
     [([], [OURS]), ([None], [OURS]), ([TRACE], [TRACE]), ([STALE, TRACE], [TRACE]), ([TRACE, None], [TRACE])],
 )
-def test_dead_letters_have_exactly_one_traceparent(own: list[str | None], expected: list[str]) -> None:
+def test_t36_dead_letters_have_exactly_one_traceparent(own: list[str | None], expected: list[str]) -> None:
     """The record's own last one, else the worker's; that comes after what the worker adds, so replays leave it out."""
     headers = [("traceparent", None if value is None else value.encode()) for value in own]
     letter = dead_letter_headers([*headers, ("a", b"1")], SOURCE, "x", "y", OURS)

@@ -11,13 +11,15 @@ from service.reply_topics import MAX_READY, ReplyTopicPool
 
 
 class Cluster:
-    """Stands in for TopicAdmin: every call takes 10 ms, and may fail."""
+    """Stands in for TopicAdmin: a call takes 10 ms and may fail. New topics have leaders once `electing` is set."""
 
     def __init__(self) -> None:
         self.topics: set[str] = set()
         self.creations: list[int] = []  # topics per call
         self.deletions: list[int] = []
         self.failure: ServiceError | None = None
+        self.electing = asyncio.Event()
+        self.electing.set()
 
     async def create(self, specs: Sequence[TopicSpec]) -> frozenset[str]:
         await asyncio.sleep(0.01)
@@ -29,6 +31,7 @@ class Cluster:
 
     async def wait_for_leaders(self, names: Sequence[str]) -> None:
         assert set(names) <= self.topics
+        await self.electing.wait()
 
     async def delete(self, names: Sequence[str]) -> None:
         await asyncio.sleep(0.01)
@@ -75,6 +78,26 @@ async def test_demand_is_coalesced(pool: ReplyTopicPool, cluster: Cluster) -> No
     topics = await asyncio.gather(*(pool.lease() for _ in range(200)))
     assert len(set(topics)) == 200
     assert len(cluster.creations) <= 4
+
+
+async def test_t30_no_topic_is_handed_out_before_it_has_a_leader(
+    pool: ReplyTopicPool, cluster: Cluster, watched: set[str]
+) -> None:
+    """The creation returns early: until its topics have leaders nobody gets one, and the reader hears of none."""
+    first = {await pool.lease() for _ in range(pool.num_ready)}
+    cluster.electing.clear()
+    leasing = asyncio.create_task(pool.lease())
+    async with asyncio.timeout(20):
+        while cluster.topics == first:
+            await asyncio.sleep(0.001)
+    created = cluster.topics - first
+    done, _ = await asyncio.wait([leasing], timeout=0.05)
+    assert not done
+    assert not created & watched
+    assert pool.num_ready == 0
+    cluster.electing.set()
+    assert await asyncio.wait_for(leasing, 20) in created
+    assert created <= watched
 
 
 async def test_refills_and_grows(pool: ReplyTopicPool, cluster: Cluster) -> None:

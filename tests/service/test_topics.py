@@ -112,6 +112,36 @@ async def test_t10_creation_waits_for_a_cluster_that_changes() -> None:
         await admin.create([TopicSpec("three", replication_factor=3)])
 
 
+class _Elections:
+    """Stands in for aiokafka's admin client: each look at the topics finds the next of `leaders` (None: no topic)."""
+
+    def __init__(self, *looks: dict[str, int | None]) -> None:
+        self.looks = list(looks)
+        self.asked: list[list[str]] = []
+        self._client = self
+
+    def force_metadata_update(self) -> None:
+        pass
+
+    async def describe_topics(self, names: list[str]) -> list[dict[str, Any]]:
+        self.asked.append(names)
+        leaders = self.looks.pop(0)
+        partitions = {n: [] if leaders[n] is None else [{"partition": 0, "leader": leaders[n]}] for n in names}
+        return [{"topic": name, "partitions": partitions[name]} for name in names]
+
+
+async def test_t30_new_topics_are_waited_for_until_each_has_a_leader() -> None:
+    """A creation that was answered says nothing of the brokers: the topic may not show yet, or have no leader."""
+    admin = TopicAdmin(KafkaConnection())
+    elections = admin._client = _Elections({"a": None, "b": 2}, {"a": -1}, {"a": 0})
+    await admin.wait_for_leaders(["b", "a"])
+    assert elections.asked == [["a", "b"], ["a"], ["a"]]
+    never = TopicAdmin(KafkaConnection(), patience=0.0)
+    never._client = _Elections(*[{"a": -1}] * 10)
+    with pytest.raises(BrokerUnavailable, match="could not find the leaders of new topics"):
+        await never.wait_for_leaders(["a"])
+
+
 @pytest.mark.broker
 async def test_a_broker_without_idempotent_producers_is_worth_no_line(
     broker: EmbeddedBroker, caplog: pytest.LogCaptureFixture

@@ -12,10 +12,9 @@ from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, InputRef
 from schemas.topics import Tier
 from tests.engine.builders import make_request
-from tests.worker.world import LANE, World, turns, until
+from tests.worker.world import LANE, World, holds_nothing, turns, until
 from worker.config import Tenant
 from worker.engine.step_model import StepCost, StepModel
-from worker.server import RequestServer
 from worker.transport.memory import Fate, MemorySink
 
 ONE_A_SECOND = {"tenants": {"slow": Tenant(requests_per_s=1.0)}, "quota_burst_seconds": 1.0}
@@ -27,13 +26,6 @@ COST = StepCost(base=0.01, per_prefill_token=0.00084375, per_context_token=0.0, 
 
 def tiers(**fields: object) -> dict[str, Tier]:
     return {"standard": Tier("standard", default_priority=4, priority_cap=6, **fields)}
-
-
-def holds_nothing(server: RequestServer) -> bool:
-    """No reservation, nothing queued, nobody waiting, no seat and no block."""
-    stats = server.engine.scheduler.stats()
-    engine_is_idle = stats.num_running == stats.num_waiting == stats.num_blocks_used == 0
-    return engine_is_idle and not len(server.admission.quotas) and not len(server.admission) + server.gate.num_delayed
 
 
 async def test_a_delayed_request_waits_with_nothing_and_then_runs():

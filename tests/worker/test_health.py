@@ -90,7 +90,7 @@ def test_ready_means_model_and_partitions():
     assert health.stuck() == []
 
 
-def test_a_lane_is_stuck_only_after_the_watchdogs_time():
+def test_t03_a_lane_that_is_polled_no_more_turns_livez_red():
     """The watchdog replaces a consumer first; if that does not help either, the process must go. Not while draining."""
     health, watchdog = Health(stuck_after=10.0), FakeWatchdog()
     health.model_loaded(engine())
@@ -100,8 +100,12 @@ def test_a_lane_is_stuck_only_after_the_watchdogs_time():
     watchdog.seconds = 15.1
     assert health.stuck() == ["lane batch has not been polled for 15 s"]
     assert health.figures()["lanes"]["batch"] == {"assigned": False, "outstanding": 3, "silent_s": 15.1}
-    health.draining = True
-    assert health.stuck() == []
+    with serving_health(health, "127.0.0.1", 0) as port:
+        status, body = get(port, "/livez")
+        assert (status, body["reasons"]) == (503, health.stuck())
+        health.draining = True
+        assert health.stuck() == []
+        assert get(port, "/livez")[0] == 200
 
 
 async def test_a_blocked_event_loop_turns_livez_red():

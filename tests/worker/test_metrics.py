@@ -1,5 +1,8 @@
 """What the worker counts, on an in-memory broker. That every documented name is there: e2e/test_telemetry.py."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -10,8 +13,12 @@ from schemas.records import End, ErrorInfo, Timing, Usage
 from schemas.topics import DEFAULT_TIERS, Tier
 from tests.worker.test_recovery import running_until
 from tests.worker.test_tracing import PRODUCER, TRACE_ID
-from tests.worker.world import World
+from tests.worker.world import World, until
+from worker.app import Serving
 from worker.config import Tenant
+from worker.engine.outputs import StepOutcome, StepPlan
+from worker.health import Health
+from worker.live_metrics import LiveMetrics
 from worker.metrics import OTHER, Metrics, Served, TenantLabels
 
 TIER = {"tier": "standard"}
@@ -254,6 +261,40 @@ def test_promises(given: Served, ttft: bool | None, tpot: bool | None, met_all: 
         assert counts == {"true": met is True, "false": met is False}, slo
     assert value(metrics, "llm_goodput_tokens_total", **TIER) == (7 if met_all else 0)
     assert value(metrics, "llm_slo_target_seconds", **TIER, slo="ttft") == 0.1
+
+
+async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
+    """Not to be read off offsets: what has a seat counts no more, what waits in Kafka and here does, and the age is
+    that of the oldest without a seat."""
+    world = World(max_num_seqs=1)
+    world.publish("runs")
+    world.publish("waits")
+    computing, go_on = threading.Event(), threading.Event()
+    async with world.worker() as server:
+        execute = server.runner.execute
+
+        def slow(plan: StepPlan) -> StepOutcome:
+            if plan.step > 3:  # by then the first has its seat
+                computing.set()
+                assert go_on.wait(20)
+            return execute(plan)
+
+        def figure(name: str) -> float:
+            return value(server.metrics, name, **TIER)
+
+        server.runner.execute = slow
+        lane = SimpleNamespace(lags=lambda: {0: 2, 7: 1}, gaps=lambda: {0: 0, 7: 0}, partitions=[0, 7])
+        live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
+        live.watch(Serving(server.engine, {"standard": lane}, server))
+        world.deliver(server)
+        await until(computing.is_set)
+        world.clock.seconds = 8.0
+        assert figure("llm_requests_in_service") == 2
+        assert figure("llm_queue_depth") == 1 + 3
+        assert figure("llm_queue_oldest_age_seconds") == pytest.approx(8.0)
+        go_on.set()
+        await world.serve(server)
+        assert (figure("llm_queue_depth"), figure("llm_queue_oldest_age_seconds")) == (3, 0.0)
 
 
 def test_what_is_rare_begins_at_zero():

@@ -8,12 +8,12 @@ import pytest
 import structlog
 from pydantic import ValidationError
 
-from schemas.reasons import FinishReason
+from schemas.reasons import ErrorCode, FinishReason
 from schemas.records import Begin, Cancel, End, Tokens
 from schemas.reply_log import ReplyLog
-from tests.worker.world import World
+from tests.worker.world import World, holds_nothing, until
 from worker import loop
-from worker.config import WorkerConfig
+from worker.config import Tenant, WorkerConfig
 from worker.engine.outputs import StepOutcome, StepPlan
 
 
@@ -181,9 +181,13 @@ async def test_t32_a_deadline_is_never_moved():
     assert 0 < len(answer.token_ids[0]) < 200
 
 
-async def test_t32_nothing_stays_reserved_however_requests_end():
-    """Ended, cancelled, expired, lost, refused and gone: no block, seat or queue entry is left."""
-    world = World(max_num_seqs=2)
+async def test_t32_nothing_stays_reserved_however_requests_end(monkeypatch):
+    """Ended, cancelled, expired, refused, gone, failed and lost, with a seat, waiting for one or for their quota: no
+    block, seat or queue entry is left, and nothing of a tenant's quota stays reserved."""
+    monkeypatch.setattr(loop, "RETRY_PAUSES_S", ())
+    tenants = {"slow": Tenant(requests_per_s=1.0), "spent": Tenant(requests_per_s=1e-6)}
+    slow = [("tenant", b"slow")]
+    world = World(max_num_seqs=2, tenants=tenants, quota_burst_seconds=1.0)
     world.clock.seconds = 1.0
     for i in range(4):
         world.publish(f"run{i}", max_tokens=40)
@@ -191,15 +195,38 @@ async def test_t32_nothing_stays_reserved_however_requests_end():
     world.publish("late", max_tokens=200, headers=[("deadline_ms", b"1500")])
     world.publish("refused", raw=b'{"prompt": "x", "max_token": 1}')
     world.publish("gone", topic=False)
+    for name in ("first", "cancelled-delayed", "then"):
+        world.publish(name, headers=slow)
+    for name in ("all", "over"):
+        world.publish(name, headers=[("tenant", b"spent")])
     async with world.worker() as server:
         await running_until(world, server, "run0", 4)
+        await until(lambda: server.gate.num_delayed == 2)
+        assert len(server.admission.quotas) > 2
         server.cancel(Cancel(b"cancelled"))
-        world.clock.seconds = 2.0
+        server.cancel(Cancel(b"cancelled-delayed"))
+        world.clock.move_to(4.0)
         await world.serve(server)
-        stats = server.engine.scheduler.stats()
+        assert holds_nothing(server)
+        assert world.answer("over").end.error.code == ErrorCode.QUOTA_EXCEEDED
+        assert world.source.tracker.position == 13
+        for name in ("lost", "lost-delayed"):
+            world.publish(name, max_tokens=200, headers=slow)
+        world.clock.move_to(5.0)
+        await running_until(world, server, "lost", 4)
+        assert (len(server.admission.quotas), server.gate.num_delayed) == (2, 1)
+        world.source.lose()
+        server.drop_lost("standard")
+        assert len(server.admission.quotas) == 0  # at once
+        await until(lambda: not server.num_calls and holds_nothing(server))
+        server.runner.failing = range(10**6)  # they come again
+        world.deliver(server)
+        await until(lambda: server.gate.num_delayed == 1)
+        world.clock.move_to(9.0)
+        await world.serve(server)
+        assert holds_nothing(server)
+        assert {world.answer(name).end.error.code for name in ("lost", "lost-delayed")} == {ErrorCode.INTERNAL}
         server.engine.scheduler.check_integrity()
-    assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
-    assert world.source.tracker.position == 8
 
 
 async def test_t23_a_transient_failure_is_retried_in_place(monkeypatch):

@@ -311,7 +311,7 @@ async def test_without_tracing_no_observer_and_the_callers_context_passes_throug
 
 @pytest.mark.parametrize("traces", [0, 1, 2])
 @pytest.mark.parametrize("answerable", [True, False])
-async def test_a_dead_letter(traces: int, answerable: bool):
+async def test_t36_a_dead_letter_has_one_traceparent(traces: int, answerable: bool):
     """`send prompts.dlq` under process; the record has exactly one traceparent: its own last one, else that span's."""
     world = World(traced=True)
     stale = ("traceparent", f"00-{'1' * 32}-{'2' * 16}-01".encode())

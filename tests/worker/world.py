@@ -70,6 +70,13 @@ async def vanish(server: RequestServer) -> None:
     await asyncio.gather(*serving, return_exceptions=True)
 
 
+def holds_nothing(server: RequestServer) -> bool:
+    """No reservation, nothing queued, nobody waiting, no seat and no block."""
+    stats = server.engine.scheduler.stats()
+    engine_is_idle = stats.num_running == stats.num_waiting == stats.num_blocks_used == 0
+    return engine_is_idle and not len(server.admission.quotas) and not len(server.admission) + server.gate.num_delayed
+
+
 class Alarm:
     """A call that waits for its time."""
 
