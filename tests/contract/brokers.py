@@ -16,6 +16,7 @@ from service.kafka import TopicAdmin, TopicSpec
 from worker.transport.kafka_connections import KafkaConnections
 
 VARIABLE = "CAROUSEL_TEST_BOOTSTRAP"  # another broker to run the suite on: noida-db, or a real cluster
+SESSION_S = 6.0  # of the lanes' groups
 GROUPS = "groups of two"
 DELETION = "deleting topics"
 METADATA = "commit metadata"
@@ -64,7 +65,8 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def connections(self, **settings: int) -> AsyncIterator[KafkaConnections]:
         """The worker's connections to it."""
-        defaults = {"request_timeout_ms": 20_000, "session_timeout_ms": 6_000, "rebalance_timeout_ms": 15_000}
+        session_ms = int(SESSION_S * 1000)
+        defaults = {"request_timeout_ms": 20_000, "session_timeout_ms": session_ms, "rebalance_timeout_ms": 15_000}
         connection = KafkaConnection(bootstrap=self.bootstrap)
         async with KafkaConnections(connection, client_id="contract", **(defaults | settings)) as connections:
             yield connections

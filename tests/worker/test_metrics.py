@@ -268,7 +268,6 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
     that of the oldest without a seat."""
     world = World(max_num_seqs=1)
     world.publish("runs")
-    world.publish("waits")
     computing, go_on = threading.Event(), threading.Event()
     async with world.worker() as server:
         execute = server.runner.execute
@@ -288,11 +287,15 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
         live.watch(Serving(server.engine, {"standard": lane}, server))
         world.deliver(server)
         await until(computing.is_set)
+        world.publish("waits")  # a millisecond later, by its timestamp
         world.clock.seconds = 8.0
-        assert figure("llm_requests_in_service") == 2
-        assert figure("llm_queue_depth") == 1 + 3
-        assert figure("llm_queue_oldest_age_seconds") == pytest.approx(8.0)
-        go_on.set()
+        world.deliver(server)
+        try:
+            assert figure("llm_requests_in_service") == 2
+            assert figure("llm_queue_depth") == 1 + 3
+            assert figure("llm_queue_oldest_age_seconds") == pytest.approx(7.999)
+        finally:
+            go_on.set()
         await world.serve(server)
         assert (figure("llm_queue_depth"), figure("llm_queue_oldest_age_seconds")) == (3, 0.0)
 

@@ -205,6 +205,7 @@ async def test_t32_nothing_stays_reserved_however_requests_end(monkeypatch):
         assert len(server.admission.quotas) > 2
         server.cancel(Cancel(b"cancelled"))
         server.cancel(Cancel(b"cancelled-delayed"))
+        await until(lambda: server.gate.num_delayed == 1)
         world.clock.move_to(4.0)
         await world.serve(server)
         assert holds_nothing(server)
