@@ -191,7 +191,7 @@ def test_probes_ask_where_somebody_answers(services: dict[str, Any]):
     assert f":{port}/readyz" in worker["healthcheck"]["test"][-1]
     console = services["console"]
     options = parse_command(console["command"])
-    assert options["worker"] == f"http://worker:{port}"
+    assert options["worker"] == [f"http://worker:{port}"]
     assert console["ports"][0]["target"] == options["port"]
     assert options["host"] == "0.0.0.0"
     assert f":{options['port']}/" in console["healthcheck"]["test"][-1]
