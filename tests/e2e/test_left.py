@@ -50,8 +50,8 @@ async def assert_answered_once(bootstrap: str, topics: list[str], num_tokens: in
 async def test_drains_leave_what_waits_for_its_seat(kafka: Any, checks: Path, tmp_path: Path):
     """Two workers are stopped while eight requests wait for the one seat; the third answers all of them. Of what waited
     each log says that it was left, and what is its last record by then."""
-    async with producing(kafka.bootstrap, "left.", partitions=2) as producer:
-        worker = WorkerProcess(kafka.bootstrap, tmp_path / "worker.log", "--lane-prefix", "left.", *STRICT)
+    async with producing(kafka.bootstrap, "rolling.", partitions=2) as producer:
+        worker = WorkerProcess(kafka.bootstrap, tmp_path / "worker.log", "--lane-prefix", "rolling.", *STRICT)
         with worker:
             topics = [await producer.ask("batch", max_tokens=400) for _ in range(9)]
             for num_before in range(2):
