@@ -283,7 +283,7 @@ async def test_what_is_written():
 
 async def test_a_worker_whose_step_hangs_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     """It is drained because it hangs, perhaps on this very request: it counts as one that has died."""
-    monkeypatch.setattr(loop, "RETRY_PAUSES_S", (60.0,))
+    monkeypatch.setattr(loop, "RETRY_PAUSES_S", (2.0,))
     world = World()
     world.publish("a")
     async with world.worker() as server:
