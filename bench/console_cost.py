@@ -35,14 +35,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.machine import OtherLoad
+from bench.requests import greedy_request
 from bench.turns import palindromes
 from schemas.snapshot import Snapshot
 from worker import model as _model  # noqa: F401  before worker.start: it makes settings for torch
 from worker.app import MonotonicClock
 from worker.config import WorkerConfig
 from worker.engine.fakes import ByteDetokenizer
-from worker.engine.outputs import SamplingParams
-from worker.engine.request import Request
 from worker.health import Health
 from worker.health_server import serving_health
 from worker.live import SHARE, live_routes, worker_feed
@@ -132,22 +131,13 @@ class Bench:
             length, seats = OUTPUT // 2 + number * 7 % OUTPUT, self._config.max_num_seqs
             if number < seats:  # as if it had begun before: else all of them end about together, wave after wave
                 length = 1 + length * (number * 37 % seats) // seats
-            request = Request(
-                request_id=f"r{number}",
-                prompt_token_ids=tuple((number * 31 + i) % 200 + 1 for i in range(PROMPT)),
-                sampling=SamplingParams(temperature=0.0),
-                max_tokens=length,
-                eos_token_ids=(),
-                stop_token_ids=(),
-                stop=(),
-                ignore_eos=True,
-                n=1,
-                lane=tier,
-                tenant="default",
-                priority=4,
-                arrival=time.monotonic(),
-                deadline=None,
+            request = greedy_request(
+                f"r{number}",
+                [(number * 31 + i) % 200 + 1 for i in range(PROMPT)],
+                length,
                 new_detokenizer=ByteDetokenizer,
+                lane=tier,
+                arrival=time.monotonic(),
             )
             stream = self.engine.add(request)
             while not stream.finished:

@@ -16,6 +16,7 @@ import torch
 import worker.model  # makes settings of OpenMP
 from bench.gpu_checks import Check
 from bench.gpu_measures import Bench, Measure
+from bench.requests import greedy_request
 from kernels import chips
 from worker.engine.config import SchedulerConfig
 from worker.engine.outputs import NewSequence, SamplingParams, ScheduledSequence, StepPlan, TokenEvent
@@ -42,21 +43,10 @@ def served(device: str) -> AbstractContextManager[None]:
 def make_requests(model: LoadedModel, lengths: Sequence[int], max_tokens: int) -> list[Request]:
     rng = random.Random(len(lengths))
     return [
-        Request(
-            request_id=str(i),
-            prompt_token_ids=tuple(rng.randrange(min(256, model.vocab_size)) for _ in range(length)),
-            sampling=SamplingParams(temperature=0.0),
-            max_tokens=max_tokens,
-            eos_token_ids=(),
-            stop_token_ids=(),
-            stop=(),
-            ignore_eos=True,
-            n=1,
-            lane="standard",
-            tenant="default",
-            priority=4,
-            arrival=0.0,
-            deadline=None,
+        greedy_request(
+            str(i),
+            [rng.randrange(min(256, model.vocab_size)) for _ in range(length)],
+            max_tokens,
             new_detokenizer=model.tokenizer.new_detokenizer,
         )
         for i, length in enumerate(lengths)

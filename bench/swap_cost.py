@@ -21,11 +21,12 @@ from rich.table import Table
 
 import worker.model  # before torch: it makes settings of OpenMP
 from bench.machine import OtherLoad, machine_facts
+from bench.requests import greedy_request
 from bench.roofline import BLOCK_SIZE, decoding
 from schemas.command_help import Command
 from schemas.reasons import FinishReason
 from worker.engine.cost import CostModel
-from worker.engine.outputs import BlockCopy, SamplingParams, StepPlan, StepRecord
+from worker.engine.outputs import BlockCopy, StepPlan, StepRecord
 from worker.engine.request import Request
 from worker.engine.scheduler import Scheduler, SchedulerConfig
 from worker.engine.step_model import StepModel
@@ -110,23 +111,9 @@ def _engine(loaded: Any, num_rows: int, num_blocks: int, max_model_len: int) -> 
 
 def _request(loaded: Any, request_id: str, num_tokens: int, max_tokens: int, priority_class: int) -> Request:
     rng = random.Random(request_id)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=tuple(rng.randrange(loaded.vocab_size // 2) for _ in range(num_tokens)),
-        sampling=SamplingParams(temperature=0.0),
-        max_tokens=max_tokens,
-        eos_token_ids=(),
-        stop_token_ids=(),
-        stop=(),
-        ignore_eos=True,
-        n=1,
-        lane="bench",
-        tenant="bench",
-        priority=0,
-        priority_class=priority_class,
-        arrival=0.0,
-        deadline=None,
-        new_detokenizer=NoText,
+    token_ids = [rng.randrange(loaded.vocab_size // 2) for _ in range(num_tokens)]
+    return greedy_request(
+        request_id, token_ids, max_tokens, new_detokenizer=NoText, lane="bench", priority_class=priority_class
     )
 
 

@@ -6,9 +6,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import structlog
 
 from bench.beside import Missing, checks_folder, kafka_cluster
 from service.broker import EmbeddedBroker
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a test configures of structlog (a command does) is not the next one's: lines would be missing there."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

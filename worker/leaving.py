@@ -16,7 +16,7 @@ from worker.call import Call
 from worker.transport.protocols import ReplySink, ReplyTopicGone, ReplyUnauthorised
 
 LEFT_S = 1.0  # that a drain waits for `left` records at most; it takes up to a tenth of its time off for that
-HANGS_S = 5.0  # a step that lasts as long does not end: nothing is left then
+HANGS_S = 5.0  # a step that has lasted as long when its worker goes is taken for one that hangs: nothing is left
 
 log = structlog.get_logger(__name__)
 

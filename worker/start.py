@@ -106,7 +106,7 @@ async def start(config: WorkerConfig, link: SupervisorLink | None = None) -> Non
 
 def _freeze_heap() -> None:
     """Takes what is there to stay out of the collector's sight: torch and transformers alone are 400,000 objects, and
-    each full collection would hold up every stream for a quarter of a second to look through them again."""
+    each full collection would take 0.2 s to look through them again, in which no other Python runs."""
     gc.collect()
     gc.freeze()
 

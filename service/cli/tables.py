@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from schemas import log_lines
+
 _WIDTH = 140  # where the output is no terminal
 
 
@@ -27,8 +29,7 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def printable(words: str | bytes) -> Text:
     """What somebody wrote, without what would move the terminal's cursor; bytes that are no text as hexadecimals."""
-    text = words if isinstance(words, str) else _decoded(words)
-    return Text("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
+    return Text(log_lines.printable(words if isinstance(words, str) else _decoded(words)))
 
 
 def _decoded(raw: bytes) -> str:

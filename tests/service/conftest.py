@@ -5,7 +5,6 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-import structlog
 
 from schemas.connection import KafkaConnection
 from service.broker import EmbeddedBroker
@@ -33,7 +32,6 @@ async def client(responder: Responder) -> AsyncIterator[Client]:
 def cluster(broker: EmbeddedBroker) -> Iterator[Cluster]:
     """Fresh lanes on the embedded broker; logging as it was afterwards."""
     yield Cluster(broker.bootstrap)
-    structlog.reset_defaults()
     client_log = logging.getLogger("aiokafka")
     client_log.propagate = True
     client_log.handlers.clear()

@@ -1,6 +1,8 @@
 """Workers that come and go while requests wait for their seats."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from schemas.headers import ReplyAddress
 from schemas.records import Left, LogRecord
@@ -21,13 +23,20 @@ async def until_begun(server: RequestServer) -> None:
                                              for call in server.calls))  # fmt: skip
 
 
-async def hand_over(world: World, how: str, name: str = "w") -> None:
-    """A worker takes in what is open, all of it waits for a seat, and then goes elsewhere: the worker `drains`, and its
-    time is over at once, the partition `moves`, or the worker is `killed`."""
+@contextlib.asynccontextmanager
+async def waiting(world: World, name: str = "w1") -> AsyncIterator[RequestServer]:
+    """A worker that has taken in what is open, and of which all waits for its seat."""
     async with world.worker(name) as server:
         no_seats(server)
         world.deliver(server)
         await until_begun(server)
+        yield server
+
+
+async def hand_over(world: World, how: str, name: str = "w") -> None:
+    """A worker takes in what is open, all of it waits for a seat, and then goes elsewhere: the worker `drains`, and its
+    time is over at once, the partition `moves`, or the worker is `killed`."""
+    async with waiting(world, name) as server:
         if how == "drains":
             await server.drain(0)
         if how == "moves":

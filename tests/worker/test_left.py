@@ -13,7 +13,7 @@ import structlog
 from schemas.headers import ReplyAddress
 from schemas.reasons import FinishReason
 from schemas.records import Begin, End, Left, LogRecord, Tokens
-from tests.worker.hand_overs import Sends, hand_over, no_seats, serve, until_begun
+from tests.worker.hand_overs import Sends, hand_over, no_seats, serve, until_begun, waiting
 from tests.worker.test_fruitless import calm, kinds
 from tests.worker.world import LANE, World, until, vanish
 from worker import loop, suspects
@@ -155,10 +155,7 @@ async def test_a_worker_that_ends_at_once_says_nothing():
     """A second signal, or a fault that ends the process: tasks are cancelled, and nobody has given anything up."""
     world = World()
     world.publish("a")
-    async with world.worker() as server:
-        no_seats(server)
-        world.deliver(server)
-        await until_begun(server)
+    async with waiting(world) as server:
         draining = asyncio.create_task(server.drain(30))
         await asyncio.sleep(0.01)
         draining.cancel()
@@ -302,10 +299,7 @@ async def test_a_drain_waits_for_it():
     world.publish("a")
     sends = Sends(world)
     sends.held = True
-    async with world.worker() as server:
-        no_seats(server)
-        world.deliver(server)
-        await until_begun(server)
+    async with waiting(world) as server:
         draining = asyncio.create_task(server.drain(0))
         await until(lambda: not server.num_calls)
         await asyncio.sleep(0.01)
@@ -328,10 +322,7 @@ async def test_a_drain_does_not_wait_for_long(timeout: float, serves: float, mon
         patience.append(timeout)
         return await wait(tasks, timeout=timeout, **options)
 
-    async with world.worker() as server:
-        no_seats(server)
-        world.deliver(server)
-        await until_begun(server)
+    async with waiting(world) as server:
         monkeypatch.setattr(asyncio, "wait", noted)
         async with asyncio.timeout(timeout + 5):
             assert await server.drain(timeout) == 1
@@ -346,10 +337,7 @@ async def test_a_log_is_forgotten_when_left_has_landed():
     world.publish("a")
     sends = Sends(world)
     sends.held = True
-    async with world.worker() as server:
-        no_seats(server)
-        world.deliver(server)
-        await until_begun(server)
+    async with waiting(world) as server:
         world.source.lose()
         server.drop_lost("standard")
         await until(lambda: not server.num_calls)
@@ -393,10 +381,7 @@ async def test_a_caller_who_has_gone_gets_no_topic_back(logged: list[Any]):
     world = World()
     world.publish("a")
     sends = Sends(world)
-    async with world.worker() as server:
-        no_seats(server)
-        world.deliver(server)
-        await until_begun(server)
+    async with waiting(world) as server:
         del world.broker.topics["replies.a"]
         await server.drain(0)
     assert sends.events == ["Begin"]

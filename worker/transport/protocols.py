@@ -76,7 +76,7 @@ class ReplySink(Protocol):
     async def publish(self, topic: str, key: bytes | None, value: bytes | None, headers: Headers) -> bool:
         """Appends a record to a topic that is no reply log (DLQ, usage); False when it may not be there.
 
-        What is too large for the broker loses its key, then its first headers, then the end of its value; a header for
+        What is too large for the broker loses its first headers, then its key, then the end of its value; a header for
         each (schemas.dead_letters) says how many bytes there were.
         """
         ...
