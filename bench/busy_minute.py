@@ -31,7 +31,7 @@ _READY = "serving"
 _PYTHON_FRAME = re.compile(r"^(?P<function>.+) \((?P<file>[^()]+\.py|<[^()]+>):\d+\)$")
 _INTERPRETER = re.compile(r"[/(](python[\d.]*|libpython[\d.]+so[\d.]*)\)$|/(Include|Modules|Objects|Python)/")
 _NATIVE = (  # libraries, by parts of a frame's text; the first that fits counts, in the innermost frame that one fits
-    ("waiting for threads", ("libgomp", "do_futex_wait", "pthread_cond")),
+    ("waiting", ("libgomp", "do_futex_wait", "pthread_cond", "epoll_wait")),
     ("our kernels in C", ("kernels-",)),
     ("torch's operators", ("libtorch", "libc10", "torch/lib", "mkl", "dnnl")),
     ("numpy", ("numpy",)),
