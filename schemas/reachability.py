@@ -28,11 +28,16 @@ _HOSTNAME_MISMATCH = 62  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH
 
 async def why_unreachable(connection: KafkaConnection) -> str:
     """What is wrong with the first server of `connection` that cannot be used, and what to change. Raises nothing."""
+    return await whats_wrong(connection) or "it answered when asked again: the failure may pass"
+
+
+async def whats_wrong(connection: KafkaConnection) -> str | None:
+    """The same; None: every server can be used."""
     for server in connection.bootstrap.split(","):
         host, _, port = server.strip().rpartition(":")
         if (cause := await _try(connection, host.strip("[]"), int(port))) is not None:
             return cause
-    return "it answered when asked again: the failure may pass"
+    return None
 
 
 async def _try(connection: KafkaConnection, host: str, port: int) -> str | None:

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
 
 from schemas.connection import KafkaConnection
+from schemas.reachability import whats_wrong
 from schemas.reasons import FinishReason
 from schemas.records import Begin, End, ReplyRecord, Tokens, event_of
 from schemas.topics import DEFAULT_LANE_PREFIX, DEFAULT_REPLY_PREFIX
@@ -19,6 +21,7 @@ from service.stream import ReplyStream
 
 _SAMPLING = "Sampling"
 _PATIENCE_S = 5.0  # a worker begins a request as soon as it takes it in, whatever its load
+_SILENCE_S = 10.0  # without an event; then Kafka is asked whether it is there
 
 
 @with_connection
@@ -91,7 +94,7 @@ def submit(
     fields = source | {name: value for name, value in optional.items() if value is not None}
     routing = {"tier": tier, "tenant": tenant, "priority": priority, "deadline": deadline, "timeout": timeout}
     client = Client(connection=connection, lane_prefix=lane_prefix, reply_prefix=reply_prefix, reply_topics=1)
-    run(_stream(client, fields | routing, as_json=as_json))
+    run(_stream(client, connection, fields | routing, as_json=as_json))
 
 
 def _standard_input() -> str:
@@ -101,12 +104,12 @@ def _standard_input() -> str:
         raise typer.BadParameter(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-async def _stream(client: Client, request: dict[str, Any], *, as_json: bool) -> None:
+async def _stream(client: Client, connection: KafkaConnection, request: dict[str, Any], *, as_json: bool) -> None:
     async with client:
         stream = client.stream(**request)
         try:
             async with stream:
-                await _print(stream, request["tier"], as_json=as_json)
+                await _print(stream, _Silence(connection, request["tier"]), as_json=as_json)
         except asyncio.CancelledError:
             if stream.end is None:
                 typer.echo(f"\n[{_what_ends(stream)}]", err=True)
@@ -123,19 +126,54 @@ def _cut_short(end: End) -> FinishReason | None:
     return next((r for r in reasons if r in (FinishReason.CANCELLED, FinishReason.DEADLINE)), None)
 
 
-async def _print(stream: ReplyStream, tier: str, *, as_json: bool) -> None:
-    waiting = asyncio.create_task(_say_that_nobody_has_begun(tier))
+async def _print(stream: ReplyStream, silence: "_Silence", *, as_json: bool) -> None:
+    explaining = asyncio.create_task(silence.explain())
     try:
         async for event in stream:
-            waiting.cancel()
+            silence.ends()
             if as_json:
                 typer.echo(json.dumps({"event": event_of(event), **event.to_fields()}, ensure_ascii=False))
             else:
                 _show(event)
     finally:
-        waiting.cancel()
+        explaining.cancel()
     if not as_json and stream.end is not None and not stream.text:
         typer.echo(f"(no text: finish_reason {stream.end.finish_reason})", err=True)
+
+
+class _Silence:
+    """Says why nothing comes, as far as can be known: a stream waits for as long as it takes."""
+
+    def __init__(self, connection: KafkaConnection, tier: str) -> None:
+        self._connection = connection
+        self._tier = tier
+        self._begun = False
+        self._since = time.monotonic()
+        self._kafka_is_away = False  # and that has been said
+
+    def ends(self) -> None:
+        """An event has come."""
+        self._begun, self._since, self._kafka_is_away = True, time.monotonic(), False
+
+    async def explain(self) -> None:
+        await asyncio.sleep(_PATIENCE_S)
+        if not self._begun:
+            typer.echo(
+                f"[published {_PATIENCE_S:g} s ago, and no worker has begun it yet: is one running for the lane "
+                f"{self._tier}? (`carousel status`) May replies go to this --reply-prefix (`carousel dlq list`)? "
+                "Ctrl-C cancels the request]",
+                err=True,
+            )
+        while True:
+            await asyncio.sleep(_SILENCE_S)
+            if time.monotonic() - self._since < _SILENCE_S:
+                continue
+            since, cause = self._since, await whats_wrong(self._connection)
+            if since == self._since and (cause is not None) is not self._kafka_is_away:
+                self._kafka_is_away = cause is not None
+                at = f"Kafka at {self._connection.bootstrap}"
+                away = f"[{at}: {cause}. The answer goes on when it is back; Ctrl-C gives up]"
+                typer.echo(f"[{at} answers again]" if cause is None else away, err=True)
 
 
 def _what_ends(stream: ReplyStream) -> str:
@@ -143,15 +181,6 @@ def _what_ends(stream: ReplyStream) -> str:
     if stream.correlation_id is None:
         return "stopped before the request was published"
     return f"cancelling the request {stream.correlation_id}"
-
-
-async def _say_that_nobody_has_begun(tier: str) -> None:
-    await asyncio.sleep(_PATIENCE_S)
-    typer.echo(
-        f"[published {_PATIENCE_S:g} s ago, and no worker has begun it yet: is one running for the lane {tier}? "
-        "(`carousel status`) May replies go to this --reply-prefix (`carousel dlq list`)? Ctrl-C cancels the request]",
-        err=True,
-    )
 
 
 def _show(event: ReplyRecord) -> None:
