@@ -31,6 +31,7 @@ from schemas.topics import (
 )
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+MAX_KV_SHARE = 0.9  # of free memory, for all pools in it
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -101,7 +102,7 @@ class WorkerConfig(KafkaSettings):
     native_kernels: bool = Field(
         True, description="Compile small kernels for this CPU, once, with its C compiler (CC, else cc)."
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: the cores it may use.")
 
     max_num_seqs: Positive = Field(64, description="Seats: how many sequences run at once.")
     max_num_batched_tokens: Positive = Field(
@@ -130,7 +131,12 @@ class WorkerConfig(KafkaSettings):
         description="Blocks in the host pool, for swapped-out sequences. Default: like --num-blocks, on a GPU as far "
         "as --kv-memory-share of free RAM reaches.",
     )
-    kv_memory_share: float = Field(0.3, gt=0, le=0.9, description="Share of free memory for the KV pool.")
+    kv_memory_share: float = Field(
+        0.3,
+        gt=0,
+        le=MAX_KV_SHARE,
+        description="Share of free memory for the KV pool. On a CPU swaps take as much again, up to 0.9 in all.",
+    )
 
     lane_prefix: str = Field(
         DEFAULT_LANE_PREFIX, description="Lanes are the topics PREFIX + tier; one set of lanes serves one model."

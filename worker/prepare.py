@@ -86,21 +86,32 @@ def tokenise(request: PromptRequest, tier: Tier, model: ModelFacts) -> Prompt:
 
 def _token_ids(request: PromptRequest, model: ModelFacts) -> tuple[int, ...]:
     if request.token_ids is not None:
-        if len(request.token_ids) < model.max_model_len:  # longer ones are refused for their length
-            _check_vocabulary("token_ids", request.token_ids, model)
-        return tuple(request.token_ids)
-    if request.messages is not None:
+        token_ids, field = tuple(request.token_ids), "token_ids"
+    elif request.messages is not None:
+        field = "messages"
         try:
-            return tuple(model.tokenizer.render([{"role": m.role, "content": m.content} for m in request.messages]))
+            token_ids = tuple(
+                model.tokenizer.render([{"role": m.role, "content": m.content} for m in request.messages])
+            )
         except ValueError as e:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"messages: {e}") from e
-    return tuple(model.tokenizer.encode(request.prompt or ""))
+    else:
+        token_ids, field = tuple(model.tokenizer.encode(request.prompt or "")), "prompt"
+    # A tokenizer may know more than its model ("<pad>" added, embedding not resized), and one such id in a step would
+    # fail everybody in it.
+    if len(token_ids) < model.max_model_len:  # longer ones are refused for their length
+        _check_vocabulary(field, token_ids, model)
+    return token_ids
 
 
 def _check_vocabulary(field: str, token_ids: Iterable[int], model: ModelFacts) -> None:
     bad = next((t for t in token_ids if not 0 <= t < model.vocab_size), None)
     if bad is not None:
         message = f"{field}: {bad} is not in the vocabulary; ids go from 0 to {model.vocab_size - 1}"
+        if field in ("prompt", "messages"):
+            message = (
+                f"{field}: a part of it is token {bad} to the tokenizer, and the model has only {model.vocab_size}"
+            )
         raise RequestError(ErrorCode.INVALID_REQUEST, message)
 
 

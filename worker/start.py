@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -15,7 +14,7 @@ from rich.progress import Progress, TaskID
 from schemas.exporting import Exporting
 from schemas.topics import reply_topic
 from worker.app import Worker, check_kafka, run_until_signal
-from worker.config import WorkerConfig
+from worker.config import MAX_KV_SHARE, WorkerConfig
 from worker.engine.admission import Admission
 from worker.engine.cost import CostModel
 from worker.engine.scheduler import Scheduler, SchedulerConfig
@@ -25,12 +24,12 @@ from worker.levels import make_admission, make_queue, tier_policies
 from worker.live_metrics import LiveMetrics
 from worker.logs import start_logging
 from worker.metrics import Metrics
-from worker.model.cpu import prepare_cpu
+from worker.model.cpu import num_cpus, prepare_cpu
 from worker.model.device import Choice, choose_device
 from worker.model.device_runner import DeviceRunner
 from worker.model.errors import ModelError
 from worker.model.gpu import GpuSettings, free_memory, make_gpu_runner
-from worker.model.kv_cache import num_blocks_for_ram
+from worker.model.kv_cache import available_ram, block_bytes, num_blocks_for_ram
 from worker.model.loader import LoadedModel, default_cache_dir, load_model
 from worker.model.memory import RunnerLimits
 from worker.model.runner import TorchRunner
@@ -123,7 +122,7 @@ def build(
     config: WorkerConfig, metrics: Metrics | None = None
 ) -> tuple[ModelFacts, TorchRunner | DeviceRunner, Scheduler, StepModel, Admission]:
     """Loads the model and makes what runs it: (facts, runner, scheduler, step-time model, admission)."""
-    num_threads = config.num_threads or os.cpu_count() or 1
+    num_threads = config.num_threads or num_cpus()
     choice = choose_device(config.device)
     if choice.warning:
         log.warning("device.cpu", reason=choice.warning)
@@ -191,7 +190,10 @@ def _cpu_runner(config: WorkerConfig, loaded: LoadedModel, num_threads: int) -> 
         config.max_num_seqs,
         share=config.kv_memory_share,
     )
-    num_host_blocks = num_blocks if config.num_host_blocks is None else config.num_host_blocks
+    num_host_blocks = config.num_host_blocks
+    if num_host_blocks is None:  # both pools are in one memory
+        room = int(available_ram() * MAX_KV_SHARE) // block_bytes(loaded.bytes_per_token, config.block_size)
+        num_host_blocks = min(num_blocks, max(0, room - num_blocks))
     runner = TorchRunner(
         loaded,
         num_blocks=num_blocks,

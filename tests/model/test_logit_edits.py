@@ -64,3 +64,13 @@ def test_what_is_no_logit_is_no_warning(value: float) -> None:
     LogitEdits.of([0], [edits_of(row, 4)]).apply(logits)
     assert (logits[1] == 1.0).all()
     assert not np.isfinite(logits[0]).all()
+
+
+@pytest.mark.parametrize("end_id", [-1, -4, 4])
+def test_an_end_token_that_the_model_does_not_have_edits_no_other_row(end_id: int) -> None:
+    """A model's files may name any EOS id: its place would be in the row before, or the one after."""
+    logits = np.ones((3, 4), np.float32)
+    row = Row([0, 1], SamplingParams(min_tokens=1), (end_id, 2))
+    LogitEdits.of([1], [edits_of(row, 4)]).apply(logits)
+    assert (logits[[0, 2]] == 1.0).all()
+    assert list(logits[1]) == [1.0, 1.0, -np.inf, 1.0]

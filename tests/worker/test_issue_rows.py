@@ -102,6 +102,32 @@ async def test_row_34_ids_outside_the_vocabulary_do_not_reach_the_model(body: di
     assert field in end.error.message
 
 
+class BytesWithPad(Bytes):
+    """Knows a token that the model does not, as after `<pad>` was added and the embedding not resized."""
+
+    def encode(self, text: str) -> list[int]:
+        return [VOCAB if c == "~" else ord(c) for c in text]
+
+    def render(self, messages: list[dict[str, str]]) -> list[int]:
+        return [token_id for message in messages for token_id in self.encode(message["content"])]
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_row_34_ids_that_only_the_tokenizer_knows_do_not_reach_the_model(field: str):
+    """One such id would fail the step, and all who are in it."""
+
+    def request(text: str):
+        return parse_request({field: text if field == "prompt" else [{"role": "user", "content": text}]})
+
+    facts = model(BytesWithPad())
+    assert tokenise(request("ab"), STANDARD, facts).token_ids == (97, 98)
+    with pytest.raises(RequestError, match=f"{field}: a part of it is token {VOCAB}") as refused:
+        tokenise(request("a~b"), STANDARD, facts)
+    assert refused.value.code == ErrorCode.INVALID_REQUEST
+    with pytest.raises(RequestError, match="this model's context is"):  # which is what is wrong with it first
+        tokenise(request("~" * MAX_LEN), STANDARD, facts)
+
+
 async def test_row_34_the_last_id_of_the_vocabulary_is_in_it():
     """The edge of the range is served."""
     body = {"stop_token_ids": [VOCAB - 1], "logit_bias": {str(VOCAB - 1): -5}, "prompt": None, "token_ids": [VOCAB - 1]}

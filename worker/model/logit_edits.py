@@ -47,7 +47,7 @@ class SequenceEdits:
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         self._bias = dict(sampling.logit_bias)
         self._num_masked_steps = max(0, sampling.min_tokens - len(output))
-        mask = [i for i in sequence.end_token_ids if i < vocab_size] if self._num_masked_steps else ()
+        mask = [i for i in sequence.end_token_ids if 0 <= i < vocab_size] if self._num_masked_steps else ()
         self._set_bias(self._bias | dict.fromkeys(mask, -np.inf))
         self._frequency, self._presence = sampling.frequency_penalty, sampling.presence_penalty
         self.repetition = sampling.repetition_penalty
