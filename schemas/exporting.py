@@ -57,10 +57,13 @@ def _new_provider(service: str, instance: str, environment: Mapping[str, str]) -
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        from schemas.trace_ids import TraceIds
+
         attributes = {"service.instance.id": instance}
         if "OTEL_SERVICE_NAME" not in environment and "service.name=" not in environment.get(_ATTRIBUTES, ""):
             attributes["service.name"] = service
-        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        resource = Resource.create(attributes)
+        provider = TracerProvider(resource=resource, shutdown_on_exit=False, id_generator=TraceIds())
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))  # of a bounded queue: more is dropped
     except ImportError:
         log.warning("telemetry.not_tracing", meaning="pip install opentelemetry-exporter-otlp-proto-http")

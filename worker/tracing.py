@@ -22,6 +22,7 @@ from opentelemetry.util.types import AttributeValue
 from schemas.headers import TRACEPARENT
 from schemas.records import End, InputRef
 from schemas.request import PromptRequest
+from schemas.trace_ids import roots_in, trace_id_of
 from worker.engine.outputs import Preemption, StepRecord
 from worker.engine.protocols import Clock
 
@@ -117,23 +118,25 @@ class RequestTrace:
 
     def _process(self, source: InputRef, producer: Context, caller: SpanContext, num_bytes: int) -> Span:
         tracing = self._tracing
+        trace_id = trace_id_of(source)
         if tracing.tracer is None:
-            return NonRecordingSpan(caller if caller.is_valid else _new_context())
-        return tracing.tracer.start_span(
-            f"process {source.topic}",
-            producer,
-            kind=SpanKind.CONSUMER,
-            links=[Link(caller, _ALSO_PARENT)] if caller.is_valid else [],
-            start_time=self._began,
-            attributes=_messaging("process")
-            | {
-                "messaging.destination.name": source.topic,
-                "messaging.destination.partition.id": str(source.partition),
-                "messaging.kafka.offset": source.offset,
-                "messaging.consumer.group.name": tracing.group_of(source.topic),
-                "messaging.message.body.size": num_bytes,
-            },
-        )
+            return NonRecordingSpan(caller if caller.is_valid else _new_context(trace_id))
+        with roots_in(trace_id):  # without a caller's: attempts after crashes have this one, too
+            return tracing.tracer.start_span(
+                f"process {source.topic}",
+                producer,
+                kind=SpanKind.CONSUMER,
+                links=[Link(caller, _ALSO_PARENT)] if caller.is_valid else [],
+                start_time=self._began,
+                attributes=_messaging("process")
+                | {
+                    "messaging.destination.name": source.topic,
+                    "messaging.destination.partition.id": str(source.partition),
+                    "messaging.kafka.offset": source.offset,
+                    "messaging.consumer.group.name": tracing.group_of(source.topic),
+                    "messaging.message.body.size": num_bytes,
+                },
+            )
 
     @property
     def trace_id(self) -> str:
@@ -428,11 +431,9 @@ def _fail(span: Span, error_type: str) -> None:
     span.set_status(StatusCode.ERROR)
 
 
-def _new_context() -> SpanContext:
+def _new_context(trace_id: int) -> SpanContext:
     """Of a request without a trace, where nothing is traced: its records and log lines can still be told by it."""
-    return SpanContext(
-        secrets.randbits(128) or 1, secrets.randbits(64) or 1, is_remote=False, trace_flags=TraceFlags(0)
-    )
+    return SpanContext(trace_id, secrets.randbits(64) or 1, is_remote=False, trace_flags=TraceFlags(0))
 
 
 class _HeaderGetter(Getter[Headers]):

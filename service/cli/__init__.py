@@ -67,7 +67,7 @@ def worker(context: typer.Context) -> None:
     try:
         module = importlib.import_module("worker.cli")
     except ModuleNotFoundError as error:
-        typer.echo(f"carousel: the worker needs {error.name}: pip install 'carousel[worker]'", err=True)
+        typer.echo(f"carousel: the worker needs {error.name}: pip install '.[worker]' in Carousel's folder", err=True)
         raise typer.Exit(1) from None
     typer.main.get_command(module.command).main(args=context.args, prog_name="carousel worker")
 

@@ -27,13 +27,13 @@ def console(
     try:
         module = importlib.import_module("worker.console")
     except ModuleNotFoundError as error:
-        typer.echo(f"carousel: the page needs {error.name}: pip install 'carousel[worker]'", err=True)
+        typer.echo(f"carousel: the page needs {error.name}: pip install '.[worker]' in Carousel's folder", err=True)
         raise typer.Exit(1) from None
     name = f"[{host}]" if ":" in host else host
     try:
         number = module.run_console(urls_of(worker), host, port, lambda bound: typer.echo(f"http://{name}:{bound}/"))
     except OSError as error:
-        words = f"port {port} of {host} cannot be had: {reason_of(error)}. Give another --port"
+        words = f"port {port} of {host} cannot be had: {reason_of(error)}. Give another --port or --host"
         typer.echo(f"carousel console: {words}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(128 + number)

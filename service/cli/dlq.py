@@ -94,8 +94,10 @@ def show(
         typer.echo("key: " + json.dumps(fields["key"], ensure_ascii=False))  # null is not ""
         typer.echo("headers:")
         for name, value in fields["headers"]:
-            typer.echo(f"  {name}: {value}")
-        typer.echo("value: " + json.dumps(fields["value"], indent=1, ensure_ascii=False, default=repr))
+            typer.echo(f"  {printable(name)}: {value}")
+        # JSON escapes control characters below U+0020 only; line by line, as its own line ends stay.
+        for line in ("value: " + json.dumps(fields["value"], indent=1, ensure_ascii=False, default=repr)).split("\n"):
+            typer.echo(printable(line))
 
     run(main())
 
@@ -126,7 +128,7 @@ def redrive_(
         raise typer.BadParameter("give positions, or --all")
     if reason is not None and not every:
         raise typer.BadParameter("--reason needs --all")
-    asked = [_position(each) for each in positions or ()]
+    asked = list(dict.fromkeys(_position(each) for each in positions or ()))  # named twice, it is redriven once
 
     async def main() -> None:
         if every:

@@ -79,7 +79,7 @@ def test_the_choice_of_a_device(monkeypatch):
         ("cuda", {"count": 0, "build": None}, "the build for CPUs; install the one for CUDA"),
         ("cuda", {"count": 0}, "torch sees no GPU"),
         ("cuda:2", {"count": 2}, "--device cuda:2 cannot be had: torch sees 2 GPUs"),
-        ("cuda", {"count": 1, "triton": False}, r"pip install 'carousel\[gpu\]'"),
+        ("cuda", {"count": 1, "triton": False}, r"pip install '.\[gpu\]'"),
         ("gpu", {"count": 1}, "none of auto, cpu, cuda, cuda:N"),
     ],
 )

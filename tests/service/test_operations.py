@@ -388,6 +388,22 @@ def test_nothing_is_not_shown_as_empty(cluster: Cluster, raw: bytes | None, show
     assert lines[-1] == f"value: {shown}"
 
 
+@pytest.mark.broker
+def test_what_a_producer_wrote_moves_no_terminal_and_named_twice_is_sent_once(cluster: Cluster) -> None:
+    """Names of headers, and what JSON leaves as it is: 8-bit controls, directions, DEL."""
+    wild = "\x1b]0;owned\x07\x9b31m\u202e\x7f"
+    lane = f"{cluster.lane_prefix}standard"
+    headers = dead_letter_headers([(wild, wild.encode())], InputRef(lane, 0, 0, 0), "internal", wild)
+    value = json.dumps({"prompt": wild, wild: 1}, ensure_ascii=False).encode()
+    cluster.send(f"{cluster.lane_prefix}dlq", {"key": wild.encode(), "value": value, "headers": headers})
+    for options in (), ("--json",):
+        shown = cluster.carousel("dlq", "show", "0:0", *options).stdout
+        assert "owned" in shown
+        assert all(c.isprintable() or c == "\n" for c in shown)
+    redriven = cluster.carousel("dlq", "redrive", "0:0", "0", "0:0").stdout
+    assert redriven.splitlines() == [f"redriven 0:0 to {lane}"]
+
+
 @pytest.mark.parametrize(("text", "position"), [("3:17", Position(3, 17)), ("17", Position(0, 17))])
 def test_positions(text: str, position: Position) -> None:
     """PARTITION:OFFSET; the partition may be left out."""

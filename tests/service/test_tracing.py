@@ -9,6 +9,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode, Tracer, format_span_id, format_trace_id
 
 from schemas.reasons import FinishReason
@@ -51,6 +52,21 @@ def assert_documented(found: tuple[ReadableSpan, ...], optional: set[str]) -> No
     rows = documented.span_attributes()
     for span, row in zip(found, ("client chat", "client send", "client process"), strict=True):
         assert set(span.attributes) == rows[row] - optional, row
+
+
+async def test_what_the_applications_sampler_drops_the_worker_does_not_begin(
+    client: Client, responder: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in ten of an application's calls is one in ten of the worker's traces: the other nine say "not sampled"."""
+    monkeypatch.setattr(tracing, "_tracer", TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False).get_tracer("t"))
+    await client.complete(prompt="x", max_tokens=5)
+    await client.complete(prompt="x", max_tokens=5, trace=TRACE)  # who gives a context has decided
+    dropped, given = (dict(reply.headers) for reply in responder.replies)
+    _version, trace_id, span_id, flags = dropped["traceparent"].decode().split("-")
+    assert int(trace_id, 16)
+    assert int(span_id, 16)
+    assert not int(flags, 16) & 1
+    assert given["traceparent"].decode() == TRACE["traceparent"]
 
 
 async def test_a_call(client: Client, responder: Responder, spans: InMemorySpanExporter) -> None:

@@ -249,6 +249,30 @@ async def test_a_resumed_request_joins_the_trace():
     assert_documented(world.spans.get_finished_spans())
 
 
+@pytest.mark.parametrize("traced", [True, False])
+async def test_a_request_without_a_traceparent_is_one_trace_across_a_crash(traced: bool):
+    """kcat and others send none; its trace id is that of where its record lies, and of no other record."""
+    world = World(traced=traced)
+    for request in ("a", "b"):
+        world.publish(request, max_tokens=40)
+    async with world.worker("w1") as server:
+        await running_until(world, server, "a", 8)
+    world.source.lose()
+    async with world.worker("w2") as server:
+        await world.serve(server)
+
+    def trace_ids(request: str) -> set[str]:
+        contexts = [
+            read_traceparent(headers) for headers in (r.headers for r in world.broker.topics[f"replies.{request}"][0])
+        ]
+        return {context.split("-")[1] for context in contexts if context is not None}
+
+    (of_a,), (of_b,) = trace_ids("a"), trace_ids("b")
+    assert of_a != of_b
+    assert len(world.answer("a").token_ids[0]) == 40
+    assert {format_trace_id(span.context.trace_id) for span in of_request(world)} == ({of_a, of_b} if traced else set())
+
+
 async def test_two_choices_have_phases_of_their_own():
     """n = 2: a prefill and a decode for each choice, told apart by `llm.choice`; the engine span ends with the last."""
     world = World(traced=True)

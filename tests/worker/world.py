@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from schemas.headers import ReplyAddress
 from schemas.records import ReplyRecord, decode_reply
 from schemas.reply_log import ReplyLog
+from schemas.trace_ids import TraceIds
 from worker.admission_gate import AdmissionGate
 from worker.call import ServerConfig
 from worker.config import WorkerConfig
@@ -182,7 +183,7 @@ class World:
         self.source = MemorySource(self.broker, "standard", LANE)
         self.sink = _Sink(self.broker)
         self.spans = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
+        provider = TracerProvider(shutdown_on_exit=False, id_generator=TraceIds())
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
         self._tracer = provider.get_tracer("test") if traced else None
 

@@ -62,7 +62,7 @@ def _why_not(index: int) -> str:
     if index >= count:
         return f"torch sees {count} GPU{'s' * (count > 1)}, numbered from 0"
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed, which our kernels for GPUs are written in: pip install 'carousel[gpu]'"
+        return "Triton is not installed, in which our kernels are written: pip install '.[gpu]' in Carousel's folder"
     return ""
 
 
