@@ -14,6 +14,7 @@ from worker.app import Serving
 from worker.call import Call
 from worker.engine.outputs import EngineStats
 from worker.health import Health
+from worker.server import MAX_AGE_S
 
 
 class LiveMetrics(Collector):
@@ -63,7 +64,8 @@ class LiveMetrics(Collector):
             running.add_metric([tier], stats.running_by_lane.get(tier, 0))
             waiting.add_metric([tier], stats.waiting_by_lane.get(tier, 0))
             depth.add_metric([tier], len(unseated) + sum(lane.lags().values()))
-            oldest.add_metric([tier], max((now - call.arrival for call in unseated), default=0.0))
+            ages = [min(age, MAX_AGE_S) for age in lane.unread_ages().values()]  # a producer's clock may be wrong
+            oldest.add_metric([tier], max([*ages, *(now - call.arrival for call in unseated)], default=0.0))
             queued.add_metric([tier], watched.server.gate.queued_tokens(tier))
             partitions.add_metric([tier], len(lane.partitions))
         yield from (in_service, running, waiting, depth, oldest, queued, partitions)

@@ -282,7 +282,9 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
             return value(server.metrics, name, **TIER)
 
         server.runner.execute = slow
-        lane = SimpleNamespace(lags=lambda: {0: 2, 7: 1}, gaps=lambda: {0: 0, 7: 0}, partitions=[0, 7])
+        lane = SimpleNamespace(
+            lags=lambda: {0: 2, 7: 1}, gaps=lambda: {0: 0, 7: 0}, partitions=[0, 7], unread_ages=dict
+        )
         live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
         live.watch(Serving(server.engine, {"standard": lane}, server))
         world.deliver(server)
@@ -298,6 +300,26 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
             go_on.set()
         await world.serve(server)
         assert (figure("llm_queue_depth"), figure("llm_queue_oldest_age_seconds")) == (3, 0.0)
+
+
+async def test_what_waits_in_kafka_ages_although_all_that_was_taken_in_has_a_seat():
+    """max_outstanding is reached, so nothing here waits; behind it, eight do. They are not older than the last record
+    that was taken in, published at 1 ms; and by what a producer's clock says, nothing is older than ten minutes."""
+    world = World(max_outstanding=2)
+    for i in range(10):
+        world.publish(f"r{i}", max_tokens=200, ignore_eos=True)
+    world.clock.seconds = 0.5
+    async with world.worker() as server:
+        live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
+        live.watch(Serving(server.engine, {"standard": world.source}, server))
+        world.deliver(server)
+        await running_until(world, server, "r1", 4)
+        ages = []
+        for world.clock.seconds in (5.0, 700.0):
+            ages.append(value(server.metrics, "llm_queue_oldest_age_seconds", **TIER))
+        assert value(server.metrics, "llm_sequences_running", **TIER) == 2
+        assert value(server.metrics, "llm_lane_lag", **TIER, partition="0") == 8
+    assert ages == [pytest.approx(4.999), 600.0]
 
 
 def test_what_is_rare_begins_at_zero():
