@@ -76,7 +76,7 @@ class LiveMetrics(Collector):
         labels, now = ["tier", "partition"], watched.engine.clock.now()
         lag = GaugeMetricFamily("llm_lane_lag", "In the partition and not taken in.", labels=labels)
         gap = GaugeMetricFamily("llm_offsets_gap", "From the commit to the next expected offset.", labels=labels)
-        age = GaugeMetricFamily("llm_offsets_head_age_seconds", "Of the oldest that is not done.", labels=labels)
+        age = GaugeMetricFamily("llm_offsets_head_age_seconds", "In service, of the oldest.", labels=labels)
         heads: dict[tuple[str, int], Call] = {}
         for call in watched.server.calls:
             key, offset = (call.delivery.lane, call.delivery.source.partition), call.delivery.source.offset
@@ -88,7 +88,7 @@ class LiveMetrics(Collector):
             for partition, records in lane.gaps().items():
                 gap.add_metric([tier, str(partition)], records)
                 head = heads.get((tier, partition))
-                age.add_metric([tier, str(partition)], 0.0 if head is None else now - head.arrival)
+                age.add_metric([tier, str(partition)], 0.0 if head is None else now - head.taken_in)
         yield from (lag, gap, age)
 
 

@@ -322,6 +322,22 @@ async def test_what_waits_in_kafka_ages_although_all_that_was_taken_in_has_a_sea
     assert ages == [pytest.approx(4.999), 600.0]
 
 
+async def test_a_commit_is_held_up_from_when_its_record_was_taken_in():
+    """Not for as long as the record waited in Kafka before: a lane with a backlog holds no commit up."""
+    world = World()
+    world.publish("backlog", max_tokens=200, ignore_eos=True)
+    world.clock.seconds = 300.0
+    async with world.worker() as server:
+        live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
+        live.watch(Serving(server.engine, {"standard": world.source}, server))
+        world.deliver(server)
+        await running_until(world, server, "backlog", 4)
+        ages = []
+        for world.clock.seconds in (300.0, 425.0):
+            ages.append(value(server.metrics, "llm_offsets_head_age_seconds", **TIER, partition="0"))
+    assert ages == [0.0, 125.0]
+
+
 def test_what_is_rare_begins_at_zero():
     """An alert at the first dead letter, and a rate of the first request that had to wait: both need a zero before."""
     metrics = Metrics("w1", DEFAULT_TIERS, tenants=("acme",))
