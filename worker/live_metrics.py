@@ -14,6 +14,7 @@ from worker.app import Serving
 from worker.call import Call
 from worker.engine.outputs import EngineStats
 from worker.health import Health
+from worker.server import MAX_AGE_S
 
 
 class LiveMetrics(Collector):
@@ -63,7 +64,8 @@ class LiveMetrics(Collector):
             running.add_metric([tier], stats.running_by_lane.get(tier, 0))
             waiting.add_metric([tier], stats.waiting_by_lane.get(tier, 0))
             depth.add_metric([tier], len(unseated) + sum(lane.lags().values()))
-            oldest.add_metric([tier], max((now - call.arrival for call in unseated), default=0.0))
+            ages = [min(age, MAX_AGE_S) for age in lane.unread_ages().values()]  # a producer's clock may be wrong
+            oldest.add_metric([tier], max([*ages, *(now - call.arrival for call in unseated)], default=0.0))
             queued.add_metric([tier], watched.server.gate.queued_tokens(tier))
             partitions.add_metric([tier], len(lane.partitions))
         yield from (in_service, running, waiting, depth, oldest, queued, partitions)
@@ -74,7 +76,7 @@ class LiveMetrics(Collector):
         labels, now = ["tier", "partition"], watched.engine.clock.now()
         lag = GaugeMetricFamily("llm_lane_lag", "In the partition and not taken in.", labels=labels)
         gap = GaugeMetricFamily("llm_offsets_gap", "From the commit to the next expected offset.", labels=labels)
-        age = GaugeMetricFamily("llm_offsets_head_age_seconds", "Of the oldest that is not done.", labels=labels)
+        age = GaugeMetricFamily("llm_offsets_head_age_seconds", "In service, of the oldest.", labels=labels)
         heads: dict[tuple[str, int], Call] = {}
         for call in watched.server.calls:
             key, offset = (call.delivery.lane, call.delivery.source.partition), call.delivery.source.offset
@@ -86,7 +88,7 @@ class LiveMetrics(Collector):
             for partition, records in lane.gaps().items():
                 gap.add_metric([tier, str(partition)], records)
                 head = heads.get((tier, partition))
-                age.add_metric([tier, str(partition)], 0.0 if head is None else now - head.arrival)
+                age.add_metric([tier, str(partition)], 0.0 if head is None else now - head.taken_in)
         yield from (lag, gap, age)
 
 

@@ -187,7 +187,8 @@ class EngineLoop:
     @property
     def step_seconds(self) -> float:
         """How long the step that is being executed has taken so far; 0 without one."""
-        return 0.0 if self.step_began is None else self.clock.now() - self.step_began
+        began = self.step_began  # once: another thread asks, and the step may end meanwhile
+        return 0.0 if began is None else self.clock.now() - began
 
     def add(
         self,

@@ -145,6 +145,26 @@ async def test_a_stuck_step_turns_livez_red():
     await running
 
 
+def test_a_step_may_end_while_its_seconds_are_asked_for():
+    """/livez answers from a thread of its own: between two looks the loop may have ended the step."""
+
+    class Ending(EngineLoop):
+        looks = iter([time.monotonic() - 5.0])
+
+        @property
+        def step_began(self) -> float | None:
+            return next(self.looks, None)
+
+        @step_began.setter
+        def step_began(self, began: float | None) -> None:
+            pass
+
+    health = Health(stuck_after=1.0)
+    health.model_loaded(Ending(Scheduler(CONFIG), StepRunner(CONFIG, VOCAB), Monotonic()))
+    assert health.stuck() == ["a step has been running for 5 s"]
+    assert health.stuck() == []
+
+
 def test_a_taken_port_is_a_sentence():
     """It names the flag."""
     with (

@@ -11,15 +11,19 @@ from schemas.codec import ContentType, decode_map
 from schemas.reasons import DeadLetterReason, ErrorCode, FinishReason
 from schemas.records import End, ErrorInfo, Timing, Usage
 from schemas.topics import DEFAULT_TIERS, Tier
+from tests import documented
 from tests.worker.test_recovery import running_until
 from tests.worker.test_tracing import PRODUCER, TRACE_ID
-from tests.worker.world import World, until
+from tests.worker.world import LANE, World, until
 from worker.app import Serving
+from worker.call import Outcome
 from worker.config import Tenant
 from worker.engine.outputs import StepOutcome, StepPlan
 from worker.health import Health
 from worker.live_metrics import LiveMetrics
 from worker.metrics import OTHER, Metrics, Served, TenantLabels
+from worker.server import MAX_AGE_S
+from worker.transport.memory import MemoryRecord
 
 TIER = {"tier": "standard"}
 GEN_AI = TIER | {
@@ -282,7 +286,9 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
             return value(server.metrics, name, **TIER)
 
         server.runner.execute = slow
-        lane = SimpleNamespace(lags=lambda: {0: 2, 7: 1}, gaps=lambda: {0: 0, 7: 0}, partitions=[0, 7])
+        lane = SimpleNamespace(
+            lags=lambda: {0: 2, 7: 1}, gaps=lambda: {0: 0, 7: 0}, partitions=[0, 7], unread_ages=dict
+        )
         live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
         live.watch(Serving(server.engine, {"standard": lane}, server))
         world.deliver(server)
@@ -298,6 +304,79 @@ async def test_t35_depth_and_oldest_age_are_what_to_scale_on():
             go_on.set()
         await world.serve(server)
         assert (figure("llm_queue_depth"), figure("llm_queue_oldest_age_seconds")) == (3, 0.0)
+
+
+async def test_what_waits_in_kafka_ages_although_all_that_was_taken_in_has_a_seat():
+    """max_outstanding is reached, so nothing here waits; behind it, eight do. They are not older than the last record
+    that was taken in, published at 1 ms; and by what a producer's clock says, nothing is older than ten minutes."""
+    world = World(max_outstanding=2)
+    for i in range(10):
+        world.publish(f"r{i}", max_tokens=200, ignore_eos=True)
+    world.clock.seconds = 0.5
+    async with world.worker() as server:
+        live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
+        live.watch(Serving(server.engine, {"standard": world.source}, server))
+        world.deliver(server)
+        await running_until(world, server, "r1", 4)
+        ages = []
+        for world.clock.seconds in (5.0, 700.0):
+            ages.append(value(server.metrics, "llm_queue_oldest_age_seconds", **TIER))
+        assert value(server.metrics, "llm_sequences_running", **TIER) == 2
+        assert value(server.metrics, "llm_lane_lag", **TIER, partition="0") == 8
+    assert ages == [pytest.approx(4.999), 600.0]
+
+
+async def test_a_commit_is_held_up_from_when_its_record_was_taken_in():
+    """Not for as long as the record waited in Kafka before: a lane with a backlog holds no commit up."""
+    world = World()
+    world.publish("backlog", max_tokens=200, ignore_eos=True)
+    world.clock.seconds = 300.0
+    async with world.worker() as server:
+        live = LiveMetrics(server.metrics.registry, Health(stuck_after=30.0))
+        live.watch(Serving(server.engine, {"standard": world.source}, server))
+        world.deliver(server)
+        await running_until(world, server, "backlog", 4)
+        ages = []
+        for world.clock.seconds in (300.0, 425.0):
+            ages.append(value(server.metrics, "llm_offsets_head_age_seconds", **TIER, partition="0"))
+    assert ages == [0.0, 125.0]
+
+
+def documented_row(name: str) -> str:
+    (row,) = (line for line in documented.PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
+    return row
+
+
+async def test_every_error_type_of_a_service_is_documented():
+    """Also those of records that have no `end`: what became of them, or why nobody could be answered."""
+    world = World()
+    world.publish("refused", raw=b"\xc1")
+    world.publish("nowhere", topic=False)
+    for reply_to in (b"__no", b"usage"):
+        world.broker.topics[LANE][0].append(MemoryRecord(b"key", b"{}", [("reply_to", reply_to)]))
+    world.publish("lost", max_tokens=200)
+    async with world.worker() as server:
+        world.deliver(server)
+        await until(lambda: not server._burials and server.num_calls == 1)
+        await running_until(world, server, "lost", 4)
+        metrics = server.metrics
+    (family,) = (f for f in metrics.registry.collect() if f.name == "messaging_process_duration_seconds")
+    seen = {sample.labels["error_type"] for sample in family.samples}
+    assert {"invalid_request", "reply_undeliverable", "lost"} < seen
+    of_the_dlq = seen & set(DeadLetterReason) - {"invalid_request"}
+    assert of_the_dlq
+    row = documented_row("messaging_process_duration_seconds")
+    codes = {"", *ErrorCode, FinishReason.DEADLINE, FinishReason.CANCELLED}
+    assert [kind for kind in seen - codes - of_the_dlq if f"`{kind}`" not in row] == []
+    assert {f"`{outcome.value}`" in row for outcome in (Outcome.LOST, Outcome.UNDELIVERABLE, Outcome.DEAD_LETTER)} == {
+        True
+    }
+    assert "`reason` of `llm_dlq_records_total`" in row
+
+
+def test_how_old_a_record_can_be_is_documented():
+    """A producer's clock may be wrong: what is counted from publishing is cut."""
+    assert f"at most {MAX_AGE_S:.0f} s before it" in documented.PAGE.read_text()
 
 
 def test_what_is_rare_begins_at_zero():

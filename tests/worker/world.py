@@ -149,6 +149,7 @@ class World:
 
     Args:
         step_model: how long steps take, for admission (default: one that has seen none).
+        max_outstanding: records that are taken in and not done.
         traced: every span goes to `spans`, one for each step among them; each step takes a millisecond.
         settings: of WorkerConfig, for tiers and tenants.
     """
@@ -161,6 +162,7 @@ class World:
         num_host_blocks: int = 0,
         step_model: StepModel | None = None,
         traced: bool = False,
+        max_outstanding: int | None = None,
         **settings: object,
     ) -> None:
         self.broker = MemoryBroker()
@@ -180,7 +182,9 @@ class World:
         )
         self.clock = WallClock()
         self.steps: list[StepRecord] = []
-        self.source = MemorySource(self.broker, "standard", LANE)
+        self.source = MemorySource(
+            self.broker, "standard", LANE, lambda: self.clock.seconds * 1000, max_outstanding=max_outstanding
+        )
         self.sink = _Sink(self.broker)
         self.spans = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False, id_generator=TraceIds())

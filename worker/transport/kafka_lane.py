@@ -6,6 +6,7 @@ the code. Reading ahead is bounded per partition: what does not fit is not taken
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -43,6 +44,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         max_outstanding: records per partition that are taken in and not done.
         max_outstanding_bytes: of such records' values, in all partitions.
         joined: called with (group, member id) at every assignment.
+        wall_ms: milliseconds, as in the records' timestamps.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         max_outstanding_bytes: int,
         commit_interval: float,
         joined: Callable[[str, str], None] = lambda group, member: None,
+        wall_ms: Callable[[], float] = lambda: time.time() * 1000,
     ) -> None:
         self.tier = tier
         self.topic = topic
@@ -75,6 +78,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
         self._max_outstanding_bytes = max_outstanding_bytes
         self._commit_interval = commit_interval
         self._joined = joined
+        self._wall_ms = wall_ms
         self._trackers: dict[TopicPartition, OffsetTracker] = {}
         self._last_commit: dict[TopicPartition, OffsetAndMetadata] = {}
         self._ends: dict[TopicPartition, int] = {}  # where partitions ended when somebody looked
@@ -100,15 +104,20 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     def lags(self) -> dict[int, int]:
         """Records in each partition here that are not taken in, as far as is known. For any thread."""
-        lags = {}
-        for partition, tracker in list(self._trackers.items()):
-            try:
-                fetched = self._consumer.highwater(partition)
-            except (AssertionError, AttributeError, KeyError):  # it went elsewhere just now
-                fetched = None
-            end = max(fetched or 0, self._ends.get(partition, 0))
-            lags[partition.partition] = max(0, end - tracker.expected)
-        return lags
+        return {p.partition: self._lag(p, tracker) for p, tracker in list(self._trackers.items())}
+
+    def unread_ages(self) -> dict[int, float]:
+        """Seconds that the next record may have waited, of each partition here that has a lag: at least its age, and at
+        most the pause before it more (`Unread`). For any thread."""
+        now_ms, trackers = self._wall_ms(), list(self._trackers.items())
+        return {p.partition: tracker.unread.age_ms(now_ms) / 1000 for p, tracker in trackers if self._lag(p, tracker)}
+
+    def _lag(self, partition: TopicPartition, tracker: OffsetTracker) -> int:
+        try:
+            fetched = self._consumer.highwater(partition)
+        except (AssertionError, AttributeError, KeyError):  # it went elsewhere just now
+            fetched = None
+        return max(0, max(fetched or 0, self._ends.get(partition, 0)) - tracker.expected)
 
     def gaps(self) -> dict[int, int]:
         """Offsets of each partition between what is to be committed and what is expected next. For any thread."""
@@ -116,10 +125,15 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     async def look_for_ends(self) -> None:
         """Asks where the partitions end: one that is paused is not fetched from, so nothing else tells."""
-        partitions = list(self._trackers)
+        partitions, asked_ms = list(self._trackers), self._wall_ms()
         if partitions and self._assigned.is_set() and not self._stopping.is_set():
             with contextlib.suppress(KafkaError):
                 self._ends = await self._consumer.end_offsets(partitions)
+                self._note_lags(asked_ms, {p: t for p, t in self._trackers.items() if p in self._ends})
+
+    def _note_lags(self, asked_ms: float, trackers: dict[TopicPartition, OffsetTracker]) -> None:
+        for partition, tracker in trackers.items():
+            tracker.unread.looked(asked_ms, self._lag(partition, tracker))
 
     @property
     def draining(self) -> bool:
@@ -220,6 +234,8 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             if seen is Seen.HOLE:
                 self._seek(partition, tracker.expected)
                 return
+            if seen is not Seen.KNOWN:
+                tracker.unread.read(record.timestamp, self._wall_ms())
             if seen is Seen.NEW:
                 source = InputRef(partition.topic, partition.partition, record.offset, record.timestamp)
                 self._deliver(Delivery(self.tier, source, record.key, record.value, record.headers, tracker))
@@ -299,6 +315,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
 
     async def _new_trackers(self, partitions: list[TopicPartition]) -> dict[TopicPartition, OffsetTracker]:
         while partitions and not self._stopping.is_set():
+            asked_ms = self._wall_ms()
             try:
                 committed = await self._committed_offsets(self._consumer._group_id, partitions)
                 begins = await self._consumer.beginning_offsets(partitions)
@@ -311,6 +328,7 @@ class KafkaLane(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka is
             trackers = {p: _tracker(committed.get(p), begins[p], ends[p]) for p in partitions}
             self._last_commit |= {p: OffsetAndMetadata(t.position, t.metadata) for p, t in trackers.items()}
             self._ends = dict(ends)
+            self._note_lags(asked_ms, trackers)
             return trackers
         return {}
 

@@ -84,22 +84,56 @@ class MemorySink:
 
 
 class MemorySource:
-    """A RequestSource over one lane's partition on a MemoryBroker, with the tracker of the real one."""
+    """A RequestSource over one lane's partition on a MemoryBroker, with the tracker of the real one.
 
-    def __init__(self, broker: MemoryBroker, tier: str, topic: str) -> None:
+    Args:
+        wall_ms: of records' timestamps, which are their offsets.
+        max_outstanding: records that are taken in and not done.
+    """
+
+    partitions = (0,)
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        tier: str,
+        topic: str,
+        wall_ms: Callable[[], float] = lambda: 0.0,
+        max_outstanding: int | None = None,
+    ) -> None:
         self._broker = broker
         self._tier = tier
         self._topic = topic
+        self._wall_ms = wall_ms
+        self._max_outstanding = max_outstanding
         self.tracker = OffsetTracker(0)
 
     def deliveries(self) -> list[Delivery]:
         """The records that have come since the last call."""
         new = []
         for offset, record in enumerate(self._broker.topics[self._topic][0]):
-            if self.tracker.see(offset) is Seen.NEW:
+            if self.tracker.num_outstanding == self._max_outstanding:
+                break
+            seen = self.tracker.see(offset)
+            if seen is not Seen.KNOWN:
+                self.tracker.unread.read(offset, self._wall_ms())
+            if seen is Seen.NEW:
                 source = InputRef(self._topic, 0, offset, timestamp_ms=offset)
                 new.append(Delivery(self._tier, source, record.key, record.value, record.headers, self.tracker))
+        self.tracker.unread.looked(self._wall_ms(), self.lags()[0])
         return new
+
+    def lags(self) -> dict[int, int]:
+        """As KafkaLane's."""
+        return {0: len(self._broker.topics[self._topic][0]) - self.tracker.expected}
+
+    def gaps(self) -> dict[int, int]:
+        """As KafkaLane's."""
+        return {0: self.tracker.expected - self.tracker.position}
+
+    def unread_ages(self) -> dict[int, float]:
+        """As KafkaLane's."""
+        return {0: self.tracker.unread.age_ms(self._wall_ms()) / 1000} if self.lags()[0] else {}
 
     def lose(self) -> None:
         """The partition goes elsewhere and comes back: what runs is no longer ours."""

@@ -10,6 +10,7 @@ acknowledgement from an earlier ownership changes a tracker that nobody commits 
 from enum import Enum
 
 from schemas.done_map import decode_done_map, encode_done_map
+from worker.transport.unread import Unread
 
 MAX_METADATA_CHARS = 4096  # the broker's offset.metadata.max.bytes
 
@@ -40,6 +41,7 @@ class OffsetTracker:
         self._open: dict[int, int | None] = {}  # offset -> bytes of the record, None: not arrived here; ascending
         self.num_bytes = 0  # of the records that are outstanding
         self.num_outstanding = 0  # records taken in and not done
+        self.unread = Unread()  # of what is from `expected` on; told by whoever calls `see`
         self._hole_at: tuple[int, int] | None = None
         offsets = decode_done_map(position, metadata)
         if offsets:
