@@ -32,6 +32,7 @@ from worker.model.errors import ModelError
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
+from worker.model.token_ids import eos_token_ids, warn_of_unknown_ids
 from worker.model.tokenizer import Tokenizer
 from worker.model.trial import look_at, try_out
 
@@ -123,6 +124,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
     layers = try_out(model.eval().requires_grad_(False))
     config = model.config.get_text_config()
+    warn_of_unknown_ids(tokenizer, config.vocab_size)
     return LoadedModel(
         name=name,
         model=model,
@@ -130,7 +132,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         vocab_size=config.vocab_size,
         max_model_len=_max_model_len(config, tokenizer, layers),
         layers=layers,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids(model, tokenizer, config.vocab_size),
         bos_token_id=tokenizer.bos_token_id,
         kv_dtype=model.dtype,
     )
@@ -241,12 +243,3 @@ def _max_model_len(
         # the window both mean the same.
         limits.append(window)
     return int(min(limits))
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a sequence: the generation config's tokens, else the model's, else the tokenizer's."""
-    for source in (model.generation_config, model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
