@@ -20,6 +20,8 @@ FIRST_SERVER_ERROR = 500  # of the hub, or of a proxy that does not reach it
 BUILT_IN = ("tiny", "smollm2")  # names that are neither files nor on the hub
 _ALIKE = 0.7  # of difflib: smolm2, SmolLM2 and tinny are mistyped, gpt2 is a name on the hub
 
+_NAME_SHOWN = 100  # characters
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -43,7 +45,20 @@ def find_checkpoint(name: str) -> Checkpoint:
     Raises ModelError for a file that does not exist, a folder that holds no model, or several, and a built-in name that
     is mistyped.
     """
-    path = Path(name)
+    try:
+        return _find_checkpoint(name, Path(name))
+    except OSError as error:  # longer than a name can be, or where we may not look
+        raise ModelError(
+            f"there is no model {_short(name)}: it cannot be found ({error.strerror}). Name a folder, a GGUF file, "
+            f"{', '.join(f'`{built_in}`' for built_in in BUILT_IN)}, or a model on the Hugging Face hub (OWNER/NAME)"
+        ) from error
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= _NAME_SHOWN else f"{name[:_NAME_SHOWN]!r}... ({len(name)} characters)"
+
+
+def _find_checkpoint(name: str, path: Path) -> Checkpoint:
     if not path.exists() and "/" not in name and (meant := get_close_matches(name.lower(), BUILT_IN, cutoff=_ALIKE)):
         raise ModelError(
             f"there is no model {name!r}: did you mean `{meant[0]}`? (Or a folder, a GGUF file, or a name on the "

@@ -42,6 +42,9 @@ Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 _LOADING = 0.85
 _TRYING = 0.95
 
+_LEAST_CONTEXT = 2  # a token to start from, and one of the answer
+_MOST_CONTEXT = 2**31 - 1  # kernels count positions in 32 bits
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -94,6 +97,8 @@ def load_model(
     report = progress or (lambda _what, _share: None)
     if name == "tiny":
         model, tokenizer = make_tiny()
+        if limits is not None:
+            check_fits(name, model.config, look_at(model.config), _DTYPES[dtype], cache_dtype, limits)
         model.to(_DTYPES[dtype])
     else:
         source = str(_prepare_smollm2(cache_dir, report)) if name == "smollm2" else name
@@ -130,7 +135,7 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer, layers),
+        max_model_len=_max_model_len(name, config, tokenizer, layers),
         layers=layers,
         eos_token_ids=eos_token_ids(model, tokenizer, config.vocab_size),
         bos_token_id=tokenizer.bos_token_id,
@@ -201,6 +206,16 @@ def _check_config(name: str, config: PreTrainedConfig) -> None:
             f"model {name!r} cannot be loaded: its weights are quantised ({method}), which is supported in GGUF files "
             "only"
         )
+    _check_context(name, getattr(config.get_text_config(), "max_position_embeddings", None))
+
+
+def _check_context(name: str, num_tokens: Any) -> None:
+    """Raises ModelError for a context in which nothing can be computed; None: the model says none."""
+    if num_tokens is not None and not _LEAST_CONTEXT <= num_tokens <= _MOST_CONTEXT:
+        raise ModelError(
+            f"model {name!r} cannot be served: its context is {num_tokens:,} tokens. Correct it in its files "
+            f"(max_position_embeddings in config.json): a context is {_LEAST_CONTEXT} to {_MOST_CONTEXT:,} tokens"
+        )
 
 
 @contextmanager
@@ -228,7 +243,7 @@ def _reported_to(report: Progress) -> Iterator[None]:
 
 
 def _max_model_len(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
+    name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
 ) -> int:
     """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
@@ -242,4 +257,5 @@ def _max_model_len(
         # A cache of transformers forgets what lies before the window though the model's masks know none (Moshi). Up to
         # the window both mean the same.
         limits.append(window)
+    _check_context(name, min(limits))
     return int(min(limits))
