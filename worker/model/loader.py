@@ -27,8 +27,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.model.attention import AttentionLayer
-from worker.model.checkpoint import BUILT_IN, check_files, find_checkpoint, hub_answers
+from worker.model.checkpoint import BUILT_IN, check_files, check_first, find_checkpoint, hub_answers
 from worker.model.errors import ModelError
+from worker.model.load_report import check_loaded, load_refusal, tokenizer_refusal
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
@@ -154,6 +155,7 @@ def _load_pretrained(
         options["gguf_file"] = checkpoint.gguf_file
         weight_options["quantization_config"] = GgufConfig(dequantize=True)
     try:
+        check_first(checkpoint)
         # The configuration first: what is not there or not for us is found out before anything big is read.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         _check_config(name, config)
@@ -161,7 +163,10 @@ def _load_pretrained(
         check_files(checkpoint)
         check_fits(name, config, size, dtype, kv_dtype, limits)
         report("loading the tokenizer", 0.8)
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        except Exception as error:
+            raise tokenizer_refusal(name, checkpoint, error) from error
         report("loading the weights", _LOADING)
         with _reported_to(report):
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -171,6 +176,7 @@ def _load_pretrained(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # for us to name them: below
                 **options,
                 **weight_options,
             )
@@ -186,12 +192,8 @@ def _load_pretrained(
             f"{' or '.join(f'`{built_in}`' for built_in in BUILT_IN)}: {hub}"
         ) from error
     except Exception as error:
-        # The first line says it; what follows may be the names of a hundred models.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"model {name!r} cannot be loaded: {reason}") from error
-    if missing := sorted(info["missing_keys"]):
-        # transformers goes on with random numbers in their place.
-        raise ModelError(f"model {name!r} lacks {len(missing)} of its tensors, the first is {missing[0]}")
+        raise load_refusal(name, error) from error
+    check_loaded(name, model, info)
     return model, tokenizer
 
 
