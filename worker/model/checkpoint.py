@@ -1,6 +1,7 @@
 """Where a model's files are, and whether they are whole, before any of them is loaded."""
 
 import json
+import re
 import ssl
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
 from huggingface_hub import constants
-from transformers.integrations.gguf.reader import GgufHeader
+from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
 from worker.model.errors import ModelError
 
@@ -201,6 +202,7 @@ def _check_gguf(file: Path) -> None:
     damaged = f"the GGUF file {file} is cut off or damaged"
     try:
         header = GgufHeader.from_file(str(file))
+        facts, names = read_gguf_metadata(str(file))
     except Exception as error:  # of any kind: bytes are taken for lengths and kinds that they are not
         if size < _GGUF_HEADER or isinstance(error, UnicodeError) or not isinstance(error, ValueError):
             raise ModelError(f"{damaged}: its table of tensors cannot be read. {_AGAIN}") from error
@@ -210,6 +212,15 @@ def _check_gguf(file: Path) -> None:
     expected = max((header.data_start + tensor.offset + tensor.nbytes for tensor in header.tensors), default=0)
     if size < expected:
         raise ModelError(f"{damaged}: it has {size} bytes of {expected}. {_AGAIN}")
+    # transformers leaves out what it has no place for, and does not say so.
+    num_layers = facts.get(f"{header.architecture}.block_count")
+    numbers = [(int(found[1]), name) for name in names if (found := re.match(r"blk\.(\d+)\.", name))]
+    beyond = sorted((number, name) for number, name in numbers if isinstance(num_layers, int) and number >= num_layers)
+    if beyond:
+        raise ModelError(
+            f"the GGUF file {file} has more layers than it says ({num_layers}): there are {len(beyond)} tensors "
+            f"beyond, the first is {beyond[0][1]}. {_AGAIN}"
+        )
 
 
 def _read_json(file: Path) -> Any:
