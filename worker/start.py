@@ -140,7 +140,13 @@ def build(
     loaded = load_model(
         config.model, dtype=config.dtype, kv_dtype=config.kv_dtype, progress=_progress_log(), limits=limits
     )
-    made = _gpu_runner(config, loaded, choice) if choice.is_gpu else _cpu_runner(config, loaded, num_threads)
+    try:
+        made = _gpu_runner(config, loaded, choice) if choice.is_gpu else _cpu_runner(config, loaded, num_threads)
+    except MemoryError as error:
+        raise ModelError(
+            f"model {loaded.name!r} and its KV cache do not fit into memory ({error}): take fewer --num-blocks, "
+            f"--num-host-blocks or --max-num-seqs. Each seat keeps a row of the context, {loaded.max_model_len} tokens"
+        ) from error
     runner, num_blocks, num_host_blocks = made
     facts, step_model = model_facts(loaded), StepModel()
     log.info(

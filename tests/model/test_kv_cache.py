@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from worker.model import kv_cache
+from worker.model.errors import ModelError
 from worker.model.kv_cache import KVCache, KVShape, available_ram, num_blocks_for_ram
 
 
@@ -28,7 +29,7 @@ def test_the_pool_is_a_share_of_what_is_free(monkeypatch):
     assert num_blocks_for_ram(**sizes, share=0.5) == 500
     assert num_blocks_for_ram(**sizes, share=0.5, max_bytes=3300) == 20
     assert num_blocks_for_ram(**sizes | {"max_model_len": 17, "max_num_seqs": 3}, share=0.5) == 6
-    with pytest.raises(ValueError, match="no KV block"):
+    with pytest.raises(ModelError, match=r"no KV block .* take a larger --kv-memory-share"):
         num_blocks_for_ram(**sizes, share=0.5, max_bytes=100)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import huge_pages
 from kernels.quantised import LARGEST
+from worker.model.errors import ModelError
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -98,7 +99,7 @@ def num_blocks_for_ram(
 ) -> int:
     """How many blocks fit into `share` of the available RAM (and `max_bytes`).
 
-    At most what `max_num_seqs` sequences of `max_model_len` tokens can use. Raises ValueError when not even one block
+    At most what `max_num_seqs` sequences of `max_model_len` tokens can use. Raises ModelError when not even one block
     fits.
     """
     budget = int(available_ram() * share)
@@ -107,10 +108,16 @@ def num_blocks_for_ram(
     blocks_per_seq = -(-max_model_len // block_size)
     num_blocks = min(budget // block_bytes(bytes_per_token, block_size), blocks_per_seq * max_num_seqs)
     if num_blocks < 1:
-        raise ValueError(
-            f"{budget / 2**20:.0f} MiB hold no KV block of {block_bytes(bytes_per_token, block_size) / 2**20:.1f} MiB"
+        raise ModelError(
+            f"the memory for the KV cache, {_text(budget)} (--kv-memory-share {share:g} of what is free), holds no KV "
+            f"block of {_text(block_bytes(bytes_per_token, block_size))}: take a larger --kv-memory-share or "
+            "a smaller --block-size"
         )
     return num_blocks
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes} bytes"
 
 
 def available_ram() -> int:

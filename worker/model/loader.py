@@ -27,11 +27,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from worker.model.attention import AttentionLayer
-from worker.model.checkpoint import BUILT_IN, check_files, find_checkpoint, hub_answers
+from worker.model.checkpoint import BUILT_IN, check_files, check_first, find_checkpoint, hub_answers
 from worker.model.errors import ModelError
+from worker.model.load_report import check_loaded, load_refusal, tokenizer_refusal
 from worker.model.memory import RunnerLimits, check_fits
 from worker.model.smollm2 import prepare_smollm2
 from worker.model.tiny import make_tiny
+from worker.model.token_ids import eos_token_ids, warn_of_unknown_ids
 from worker.model.tokenizer import Tokenizer
 from worker.model.trial import look_at, try_out
 
@@ -40,6 +42,9 @@ Progress = Callable[[str, float], None]  # (what is being done, share done 0..1)
 # How far loading has come when this begins.
 _LOADING = 0.85
 _TRYING = 0.95
+
+_LEAST_CONTEXT = 2  # a token to start from, and one of the answer
+_MOST_CONTEXT = 2**31 - 1  # kernels count positions in 32 bits
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -93,6 +98,8 @@ def load_model(
     report = progress or (lambda _what, _share: None)
     if name == "tiny":
         model, tokenizer = make_tiny()
+        if limits is not None:
+            check_fits(name, model.config, look_at(model.config), _DTYPES[dtype], cache_dtype, limits)
         model.to(_DTYPES[dtype])
     else:
         source = str(_prepare_smollm2(cache_dir, report)) if name == "smollm2" else name
@@ -123,14 +130,15 @@ def adopt(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """Makes a transformers model call our attention. Changes `model`. Raises ModelError if it cannot be served."""
     layers = try_out(model.eval().requires_grad_(False))
     config = model.config.get_text_config()
+    warn_of_unknown_ids(tokenizer, config.vocab_size)
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=Tokenizer(tokenizer),
         vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config, tokenizer, layers),
+        max_model_len=_max_model_len(name, config, tokenizer, layers),
         layers=layers,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
+        eos_token_ids=eos_token_ids(model, tokenizer, config.vocab_size),
         bos_token_id=tokenizer.bos_token_id,
         kv_dtype=model.dtype,
     )
@@ -147,6 +155,7 @@ def _load_pretrained(
         options["gguf_file"] = checkpoint.gguf_file
         weight_options["quantization_config"] = GgufConfig(dequantize=True)
     try:
+        check_first(checkpoint)
         # The configuration first: what is not there or not for us is found out before anything big is read.
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         _check_config(name, config)
@@ -154,7 +163,10 @@ def _load_pretrained(
         check_files(checkpoint)
         check_fits(name, config, size, dtype, kv_dtype, limits)
         report("loading the tokenizer", 0.8)
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        except Exception as error:
+            raise tokenizer_refusal(name, checkpoint, error) from error
         report("loading the weights", _LOADING)
         with _reported_to(report):
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -164,6 +176,7 @@ def _load_pretrained(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # for us to name them: below
                 **options,
                 **weight_options,
             )
@@ -179,12 +192,8 @@ def _load_pretrained(
             f"{' or '.join(f'`{built_in}`' for built_in in BUILT_IN)}: {hub}"
         ) from error
     except Exception as error:
-        # The first line says it; what follows may be the names of a hundred models.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ModelError(f"model {name!r} cannot be loaded: {reason}") from error
-    if missing := sorted(info["missing_keys"]):
-        # transformers goes on with random numbers in their place.
-        raise ModelError(f"model {name!r} lacks {len(missing)} of its tensors, the first is {missing[0]}")
+        raise load_refusal(name, error) from error
+    check_loaded(name, model, info)
     return model, tokenizer
 
 
@@ -198,6 +207,16 @@ def _check_config(name: str, config: PreTrainedConfig) -> None:
         raise ModelError(
             f"model {name!r} cannot be loaded: its weights are quantised ({method}), which is supported in GGUF files "
             "only"
+        )
+    _check_context(name, getattr(config.get_text_config(), "max_position_embeddings", None))
+
+
+def _check_context(name: str, num_tokens: Any) -> None:
+    """Raises ModelError for a context in which nothing can be computed; None: the model says none."""
+    if num_tokens is not None and not _LEAST_CONTEXT <= num_tokens <= _MOST_CONTEXT:
+        raise ModelError(
+            f"model {name!r} cannot be served: its context is {num_tokens:,} tokens. Correct it in its files "
+            f"(max_position_embeddings in config.json): a context is {_LEAST_CONTEXT} to {_MOST_CONTEXT:,} tokens"
         )
 
 
@@ -226,7 +245,7 @@ def _reported_to(report: Progress) -> Iterator[None]:
 
 
 def _max_model_len(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
+    name: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, layers: Sequence[AttentionLayer]
 ) -> int:
     """The longest context, in tokens, for which our results are the model's."""
     # transformers says 1e30 where a tokenizer knows no limit.
@@ -240,13 +259,5 @@ def _max_model_len(
         # A cache of transformers forgets what lies before the window though the model's masks know none (Moshi). Up to
         # the window both mean the same.
         limits.append(window)
+    _check_context(name, min(limits))
     return int(min(limits))
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What ends a sequence: the generation config's tokens, else the model's, else the tokenizer's."""
-    for source in (model.generation_config, model.config, tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()

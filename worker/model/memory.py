@@ -43,9 +43,15 @@ def check_fits(
     if sum(parts.values()) > free:
         each = ", ".join(f"{part} {_text(num_bytes)}" for part, num_bytes in parts.items())
         smaller = "a smaller model" if dtype.itemsize == 2 else "a smaller model, --dtype bfloat16"
+        step = ""
+        if max(parts, key=lambda part: parts[part]) == "workspace":
+            step = (
+                ", or fewer --max-num-seqs and --max-num-batched-tokens; a max_position_embeddings in its config.json "
+                "that is longer than its context can be made shorter"
+            )
         raise ModelError(
             f"model {name!r} does not fit into {where}: it needs {_text(sum(parts.values()))} ({each}) and "
-            f"{_text(free)} are free. Take {smaller}, or fewer --num-blocks and --num-host-blocks"
+            f"{_text(free)} are free. Take {smaller}, or fewer --num-blocks and --num-host-blocks{step}"
         )
 
 

@@ -176,7 +176,15 @@ def difference(want: Tensor, got: Tensor) -> float:
 
 
 def _check_difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
-    """Raises ModelError for a difference beyond rounding."""
+    """Raises ModelError for a difference beyond rounding, and for results that are none."""
+    if not (theirs.isfinite().all() and ours.isfinite().all()):
+        advice = "Try --dtype bfloat16 or float32" if dtype == torch.float16 else "Copy or download its weights again"
+        raise ModelError(
+            "its results are not finite: its weights are not (NaN, infinity), or too large to compute with in "
+            f"{str(dtype).removeprefix('torch.')}. {advice}"
+        )
+    if not theirs.any():
+        raise ModelError("its results are all zero: its weights are empty. Copy or download them again")
     changed = difference(theirs, ours)
     # Not "above the limit": NaN is above nothing.
     if not changed <= (_MAX_DIFFERENCE if dtype == torch.float32 else _MAX_DIFFERENCE_HALF):
