@@ -27,11 +27,17 @@ class Unavailable(Exception):
 
 class _State:
     library: ctypes.CDLL | None = None
+    made_of: str | None = None
 
 
 def library() -> ctypes.CDLL | None:
     """What `enable` has loaded."""
     return _State.library
+
+
+def made_of() -> str | None:
+    """A hash of what the library was made from: sources, compiler and machine. None without one."""
+    return _State.made_of
 
 
 def enable(folder: Path) -> None:
@@ -43,19 +49,19 @@ def enable(folder: Path) -> None:
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C compiler ({compiler[0]}): install one, or name it in CC")
     texts = [file.read_text() for file in sorted(_FOLDER.glob("*.[ch]"))]
-    made_of = hashlib.sha256(repr((compiler, _FLAGS, SOURCES, texts, _cpu())).encode()).hexdigest()[:16]
-    file = folder / f"kernels-{made_of}.so"
+    digest = hashlib.sha256(repr((compiler, _FLAGS, SOURCES, texts, _cpu())).encode()).hexdigest()[:16]
+    file = folder / f"kernels-{digest}.so"
     try:
         if not file.exists():
             _compile(compiler, file)
-        _State.library = ctypes.CDLL(str(file))
+        _State.library, _State.made_of = ctypes.CDLL(str(file)), digest
     except OSError as error:
         raise Unavailable(f"{file} can be neither made nor loaded: {error}") from error
 
 
 def disable() -> None:
     """Back to torch."""
-    _State.library = None
+    _State.library = _State.made_of = None
 
 
 def _compile(compiler: list[str], file: Path) -> None:

@@ -43,8 +43,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     peak = logits.amax(dim=-1, keepdim=True)
     ids = torch.arange(vocab_size, device=logits.device)
     likeliest = torch.where(logits == peak, ids, vocab_size).amin(dim=-1)
-    weights = ((logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]).exp()
-    weights = torch.where(weights < _least_weight(weights, rows)[:, None], 0.0, weights)
+    scaled = (logits - peak) / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
+    weights = torch.where(scaled >= _least(scaled, rows)[:, None], scaled.exp(), 0.0)
     cumulative = weights.double().cumsum(dim=-1)
     target = uniforms(rows.seed, rows.choice, rows.position)[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
@@ -52,15 +52,18 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     return torch.where(peak.squeeze(-1).isfinite(), tokens, -1)
 
 
-def _least_weight(weights: Tensor, rows: SamplingRows) -> Tensor:
-    """[num_rows]: the weight below which a row's filters drop a token."""
-    vocab_size = weights.shape[1]
+def _least(scaled: Tensor, rows: SamplingRows) -> Tensor:
+    """[num_rows]: the logarithm of a weight below which a row's filters drop a token.
+
+    Logarithms, not weights: at high temperatures weights are near 1 and have not the digits to tell one from another.
+    """
+    vocab_size = scaled.shape[1]
     top_k = torch.where(rows.top_k < 1, vocab_size, rows.top_k.clamp(max=vocab_size))[:, None]
-    descending = weights.sort(dim=-1, descending=True).values
-    cumulative = descending.double().cumsum(dim=-1)
-    wanted = rows.top_p[:, None] * cumulative.gather(1, top_k - 1)
+    descending = scaled.sort(dim=-1, descending=True).values
+    least = torch.where(top_k < vocab_size, descending.gather(1, top_k - 1), -torch.inf)
+    # top_p is a share of all that top_k keeps, those as likely as its last included.
+    cumulative = torch.where(descending >= least, descending.exp(), 0.0).double().cumsum(dim=-1)
     # The first with which the sum reaches what top_p wants is the last one kept.
-    last = torch.minimum((cumulative < wanted).sum(dim=-1, keepdim=True), top_k - 1)
-    kept = descending.gather(1, last).squeeze(1)
-    kept = torch.where((rows.top_p < 1) | (top_k.squeeze(1) < vocab_size), kept, 0.0)
-    return torch.maximum(kept, rows.min_p)
+    last = (cumulative < rows.top_p[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True).clamp(max=vocab_size - 1)
+    least = torch.where(rows.top_p[:, None] < 1, torch.maximum(least, descending.gather(1, last)), least)
+    return torch.maximum(least.squeeze(1), rows.min_p.log())

@@ -1,7 +1,9 @@
 """Sampling on GPUs: one program per row, a few passes over its logits, nothing sorted and nothing stored.
 
-A filter is a least weight. The least weight of top_k and top_p is found by bisecting the bits of a float32: those of
-numbers from 0 to 1 are ordered as the numbers are.
+A token's distance is by how much its logit, over the temperature, is below the largest: its weight is exp(-distance).
+A filter is a largest distance. That of top_k and top_p is found by bisecting the bits of a float32: those of numbers
+from 0 to infinity are ordered as the numbers are. Weights would not do: at high temperatures they are near 1, and have
+not the digits to tell one from another.
 """
 
 import torch
@@ -13,9 +15,10 @@ from kernels.launch import Launch, power_of_two
 from kernels.sample.naive import MIN_TEMPERATURE
 from kernels.sample.rows import SamplingRows
 
-_BLOCK = 4096
+# Tokens at a time; few where they are drawn, as a cumulative sum in float64 takes registers.
+_BLOCKS = {"BLOCK": 4096, "DRAW_BLOCK": 1024}
 _MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
-_ABOVE_ONE = tl.constexpr(0x3F800001)  # the bits of the float32 after 1
+_INFINITY = tl.constexpr(0x7F800000)  # its bits
 
 
 @triton.jit
@@ -35,23 +38,34 @@ def _uniform(seed, choice, position):
 
 
 @triton.jit
-def _weights(row, ids, vocab_size, peak, temperature):
-    """[BLOCK]: how likely the tokens are, the likeliest 1."""
+def _distances(row, ids, vocab_size, peak, temperature):
+    """[BLOCK]: 0 for the likeliest; rounded as the CPU's division, or other logits than there would tie."""
     x = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-    return tl.exp((x - peak) / temperature)
+    return tl.div_rn(peak - x, tl.zeros_like(x) + temperature)
 
 
 @triton.jit
-def _at_least(row, vocab_size, peak, temperature, least, BLOCK: tl.constexpr):
-    """(number, sum in float64) of the weights from `least` on."""
+def _number_within(row, vocab_size, peak, temperature, limit, BLOCK: tl.constexpr):
+    """How many tokens are not farther than `limit`."""
+    number = tl.zeros([], tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        kept = (_distances(row, ids, vocab_size, peak, temperature) <= limit) & (ids < vocab_size)
+        number += tl.sum(kept.to(tl.int32), axis=0)
+    return number
+
+
+@triton.jit
+def _within(row, vocab_size, peak, temperature, limit, BLOCK: tl.constexpr):
+    """(number, sum of weights in float64) of the tokens that are not farther than `limit`."""
     number = tl.zeros([], tl.int32)
     total = tl.zeros([], tl.float64)
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        w = _weights(row, ids, vocab_size, peak, temperature)
-        kept = (w >= least) & (ids < vocab_size)
+        distances = _distances(row, ids, vocab_size, peak, temperature)
+        kept = (distances <= limit) & (ids < vocab_size)
         number += tl.sum(kept.to(tl.int32), axis=0)
-        total += tl.sum(tl.where(kept, w, 0.0), axis=0).to(tl.float64)
+        total += tl.sum(tl.where(kept, tl.exp(-distances), 0.0), axis=0).to(tl.float64)
     return number, total
 
 
@@ -61,51 +75,51 @@ def _float(bits):
 
 
 @triton.jit
-def _least_weight(row, vocab_size, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
-    """The smallest weight that top_k and top_p keep."""
-    # low keeps enough, high too little: nothing, at first.
-    low = tl.zeros([], tl.int32)
-    number, total = _at_least(row, vocab_size, peak, temperature, 0.0, BLOCK)
-    high = tl.full([], _ABOVE_ONE, tl.int32)
-    while (high - low > 1) & (number > top_k):
-        middle = low + (high - low) // 2
-        n, s = _at_least(row, vocab_size, peak, temperature, _float(middle), BLOCK)
-        enough = n >= top_k
-        low = tl.where(enough, middle, low)
-        number = tl.where(enough, n, number)
-        total = tl.where(enough, s, total)
-        high = tl.where(enough, high, middle)
-    # Of several as likely as the last, top_k counts only some; top_p is a share of those.
-    wanted = top_p * (total - (number - top_k).to(tl.float64) * _float(low).to(tl.float64))
-    high = tl.full([], _ABOVE_ONE, tl.int32)
-    number_above = tl.zeros([], tl.int32)
-    while (high - low > 1) & (number - number_above > 1) & (top_p < 1):
-        middle = low + (high - low) // 2
-        n, s = _at_least(row, vocab_size, peak, temperature, _float(middle), BLOCK)
-        enough = s >= wanted
-        low = tl.where(enough, middle, low)
-        number = tl.where(enough, n, number)
-        high = tl.where(enough, high, middle)
-        number_above = tl.where(enough, number_above, n)
-    return _float(low)
+def _limit(row, vocab_size, peak, temperature, top_k, top_p, BLOCK: tl.constexpr):
+    """The largest distance that top_k and top_p keep, or a larger one that keeps no more."""
+    # `enough` keeps enough, `short` too little: nothing, at first.
+    enough = tl.full([], _INFINITY, tl.int32)
+    short = tl.full([], -1, tl.int32)
+    number = tl.zeros([], tl.int32) + vocab_size
+    while (enough - short > 1) & (number > top_k):
+        middle = short + (enough - short) // 2
+        n = _number_within(row, vocab_size, peak, temperature, _float(middle), BLOCK)
+        number = tl.where(n >= top_k, n, number)
+        enough = tl.where(n >= top_k, middle, enough)
+        short = tl.where(n >= top_k, short, middle)
+    if top_p < 1:
+        # A share of all that top_k keeps, those as likely as its last included.
+        number, total = _within(row, vocab_size, peak, temperature, _float(enough), BLOCK)
+        short = tl.full([], -1, tl.int32)
+        number_short = tl.zeros([], tl.int32)
+        while (enough - short > 1) & (number - number_short > 1):
+            middle = short + (enough - short) // 2
+            n, s = _within(row, vocab_size, peak, temperature, _float(middle), BLOCK)
+            is_enough = s >= top_p * total
+            number = tl.where(is_enough, n, number)
+            number_short = tl.where(is_enough, number_short, n)
+            enough = tl.where(is_enough, middle, enough)
+            short = tl.where(is_enough, short, middle)
+    return _float(enough)
 
 
 @triton.jit
-def _draw(row, vocab_size, peak, temperature, least, uniform, BLOCK: tl.constexpr):
-    """The token at which the cumulative distribution over the weights from `least` on passes `uniform`."""
-    _, total = _at_least(row, vocab_size, peak, temperature, least, BLOCK)
+def _draw(row, vocab_size, peak, temperature, limit, uniform, BLOCK: tl.constexpr):
+    """The token at which the cumulative distribution over those not farther than `limit` passes `uniform`."""
+    _, total = _within(row, vocab_size, peak, temperature, limit, BLOCK)
     target = uniform * total
     before = tl.zeros([], tl.float64)
     token = tl.full([], -1, tl.int32)
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        w = _weights(row, ids, vocab_size, peak, temperature)
-        w = tl.where((w >= least) & (ids < vocab_size), w, 0.0)
+        distances = _distances(row, ids, vocab_size, peak, temperature)
+        w = tl.where((distances <= limit) & (ids < vocab_size), tl.exp(-distances), 0.0)
         after = before + tl.sum(w, axis=0).to(tl.float64)
         if (token < 0) & (after > target):
-            passed = before + tl.cumsum(w, axis=0).to(tl.float64) > target
+            # Thousands of float32 added one after the other would be a token off.
+            passed = before + tl.cumsum(w.to(tl.float64), axis=0) > target
             token = tl.min(tl.where(passed & (w > 0), ids, vocab_size), axis=0)
-            if token == vocab_size:  # the two sums differ in the last bit
+            if token == vocab_size:  # the two sums differ in the last bits
                 token = tl.max(tl.where(w > 0, ids, 0), axis=0)
         before = after
     return token
@@ -126,6 +140,7 @@ def _sample_kernel(
     row_stride,
     vocab_size,
     BLOCK: tl.constexpr,
+    DRAW_BLOCK: tl.constexpr,
 ):
     i = tl.program_id(0).to(tl.int64)
     row = logits + i * row_stride
@@ -145,16 +160,17 @@ def _sample_kernel(
         token = -1
     elif temperature > 0:
         temperature = tl.maximum(temperature, _MIN_TEMPERATURE)
-        least = tl.load(min_ps + i)
+        min_p = tl.load(min_ps + i)
+        limit = tl.where(min_p > 0, -tl.log(tl.where(min_p > 0, min_p, 1.0)), float("inf"))
         top_k = tl.load(top_ks + i)
         top_k = tl.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k).to(tl.int32)
         top_p = tl.load(top_ps + i)
         if (top_k < vocab_size) | (top_p < 1):
-            least = tl.maximum(least, _least_weight(row, vocab_size, peak, temperature, top_k, top_p, BLOCK))
+            limit = tl.minimum(limit, _limit(row, vocab_size, peak, temperature, top_k, top_p, BLOCK))
         uniform = _uniform(
             tl.load(seeds + i).to(tl.uint64), tl.load(choices + i).to(tl.uint64), tl.load(positions + i).to(tl.uint64)
         )
-        token = _draw(row, vocab_size, peak, temperature, least, uniform, BLOCK)
+        token = _draw(row, vocab_size, peak, temperature, limit, uniform, DRAW_BLOCK)
     tl.store(tokens + i, token.to(tl.int64))
 
 
@@ -184,6 +200,6 @@ def launch(tokens: Tensor, logits: Tensor, rows: SamplingRows) -> Launch:
             "row_stride": logits.stride(0),
             "vocab_size": vocab_size,
         },
-        constants={"BLOCK": min(_BLOCK, power_of_two(vocab_size))},
+        constants={name: min(size, power_of_two(vocab_size)) for name, size in _BLOCKS.items()},
         num_warps=8,
     )

@@ -123,13 +123,14 @@ def run(layers, x, cos, sin, cut, kv_dtype=torch.float32):
         positions = torch.arange(start, end)
         slots = table[0, positions // BLOCK].long(), positions % BLOCK
         out.append(bound.run(x[start:end], cos[start:end], sin[start:end], *slots, [plan] * len(layers)))
+        assert not plan.num_done.any(), "the next layer counts from 0"
         start = end
     return torch.cat(out)
 
 
-def inputs(rotary_dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
-    angles = torch.arange(NUM_TOKENS)[:, None] / 10 ** torch.linspace(0, 2, rotary_dim // 2)
+def inputs(rotary_dim: int = DIM, num_tokens: int = NUM_TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(3))
+    angles = torch.arange(num_tokens)[:, None] / 10 ** torch.linspace(0, 2, rotary_dim // 2)
     return x, torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
 
 
@@ -162,6 +163,17 @@ def test_bits_depend_on_no_chunk_thread_or_limit(monkeypatch):
         for cut in ([NUM_TOKENS], [33, 1, 36], [1] * NUM_TOKENS):
             assert torch.equal(run(layers, x, cos, sin, cut), want)
     assert torch.equal(x, kept), "the input is not changed"
+
+
+def test_a_context_in_splits_is_the_same_in_every_layer():
+    """Decodes of 1000 tokens, whose four splits are computed by two threads, through three layers of one plan."""
+    layers = [packed(make_weights(seed), has_head_norms=True) for seed in (0, 1, 2)]
+    num_tokens = 1000
+    x, cos, sin = inputs(num_tokens=num_tokens)
+    want = run(layers, x, cos, sin, [num_tokens])
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(run(layers, x, cos, sin, [num_tokens - 30] + [1] * 30), want)
 
 
 def test_seconds_are_added_up_while_they_are_asked_for():

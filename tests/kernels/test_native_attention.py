@@ -1,10 +1,13 @@
 """Attention in C: a query's bits depend on the query and what it sees, and on nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kernels.paged_attention import RaggedBatch, Workspace, paged_attention
+from kernels.paged_attention import RaggedBatch, Workspace, native_path, paged_attention
+from kernels.paged_attention.native_path import make_plan
 from kernels.quantised import LARGEST
 from tests.kernels.paged import SCALE, dense_attention, make_case
 
@@ -47,6 +50,29 @@ def test_chunks_decodes_and_threads_give_the_same_bits(kv_dtype, options, head_d
             assert torch.equal(attend(case, cut, ends, case.query, **options), want)
     rows = slice(300, 340)
     assert torch.equal(attend(case, [40], [340], case.query[rows], **options), want[rows])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_plan_serves_layer_after_layer(num_threads):
+    """Few decodes of long contexts, in splits that threads share: whoever is last puts a query together, in each layer.
+
+    What a split left behind in the layer before must not be taken for this one's: it is poisoned.
+    """
+    torch.set_num_threads(num_threads)
+    lens = [2000, 300, 700, 9]
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 32, "block_size": 16}
+    case = make_case([1] * len(lens), lens, **shape)
+    queries = [case.query * factor for factor in (1, -2, 3)]
+    wants = [dense_attention(replace(case, query=query)) for query in queries]
+    plan = make_plan(case.batch, 16, None, 2, 3, 32)
+    assert plan.num_done.size > 0, "some contexts are split"
+    terms = {"scale": SCALE, "softcap": None, "sinks": None, "kv_scales": None}
+    for _ in range(30):
+        for query, want in zip(queries, wants, strict=True):
+            plan.partials.fill(np.nan)
+            got = native_path.attend(query.view(-1, 2, 3, 32), case.keys, case.values, plan, **terms).view_as(want)
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+            assert not plan.num_done.any(), "the next layer counts from 0"
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 5, 7, 50, 71])

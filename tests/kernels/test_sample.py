@@ -1,5 +1,7 @@
 """The specification of sampling."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,11 +25,26 @@ WAYS = [
     (0.7, 40, 0.95, 0.01),
     (1e-9, -1, 0.99, 0.0),
 ]
+# Where ties and rounding decide what a filter keeps.
+TIED_WAYS = [
+    (1.0, 2, 1.0, 0.0),
+    (1.0, 2, 0.02, 0.0),
+    (1.0, 2, 0.6, 0.0),
+    (1.0, 20, 0.8, 0.0),
+    (0.7, 50, 0.9, 0.02),
+    (1.0, -1, 0.3, 0.0),
+    (1e6, 3, 1.0, 0.0),
+    (1e6, 100, 0.2221, 0.0),
+    (1e6, -1, 0.1111, 0.0),
+    (1e6, 100, 1.0, 0.999999),
+]
 
 
-def make_rows(num_rows: int, device: str = "cpu") -> SamplingRows:
+def make_rows(
+    num_rows: int, device: str = "cpu", among: Sequence[tuple[float, int, float, float]] = WAYS
+) -> SamplingRows:
     """One way after the other; seeds, choices and positions of all magnitudes."""
-    ways = [WAYS[i % len(WAYS)] for i in range(num_rows)]
+    ways = [among[i % len(among)] for i in range(num_rows)]
     temperature, top_k, top_p, min_p = zip(*ways, strict=True)
     i = torch.arange(num_rows, device=device)
     return SamplingRows(
@@ -85,6 +102,18 @@ def make_logits(num_rows: int, vocab_size: int) -> Tensor:
     return logits
 
 
+def make_tied_logits(num_rows: int, vocab_size: int) -> Tensor:
+    """For TIED_WAYS, each of which gets five kinds of rows: many logits equal, or so close that few digits differ."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (2 * torch.randn(num_rows, vocab_size, generator=generator)).bfloat16().float()
+    kind = torch.arange(num_rows) // len(TIED_WAYS) % 5
+    logits[kind == 1] = 0.5
+    logits[kind == 2] = torch.tensor([3.0] + [1.0] * (vocab_size - 1))
+    logits[kind == 3] = logits[kind == 3].round()
+    logits[kind == 4] = torch.linspace(0, 5, vocab_size)
+    return logits
+
+
 def test_the_noise_is_the_workers():
     """SplitMix64 with the constants that pin every seeded answer (tests/model/test_sampler.py)."""
     rows = make_rows(200)
@@ -98,3 +127,10 @@ def test_tokens_are_the_workers():
     assert tokens == as_the_worker_draws(logits, rows)
     assert tokens[-4:-1] == [-1, -1, -1]
     assert len(set(tokens)) > 40
+
+
+def test_tied_tokens_are_the_workers():
+    """Where logits tie: top_p is of all that top_k keeps, and what is compared is logits, not their rounded weights."""
+    num_rows = 20 * 5 * len(TIED_WAYS)
+    rows, logits = make_rows(num_rows, among=TIED_WAYS), make_tied_logits(num_rows, 600)
+    assert sample(logits, rows).tolist() == as_the_worker_draws(logits, rows)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from kernels import native
 from kernels.packed_product import Arena
 from worker.model import self_tune
 from worker.model.loader import load_model
@@ -52,6 +53,50 @@ def test_what_is_faster_as_it_was_loaded_stays(tmp_path, measured):
     prepare_weights(load_model("tiny"), "auto", file)
     assert len(measured) == 15
     assert len(json.loads(file.read_text())) == 1
+
+
+def test_what_another_wrote_meanwhile_is_kept(tmp_path, measured, monkeypatch):
+    """While one measures, another writes what it found on its machine: that is still there when ours is."""
+    file = tmp_path / "self-tune.json"
+    _while_measuring(monkeypatch, lambda: file.write_text(json.dumps({"another machine": {"1x1": "onednn"}})))
+    prepare_weights(load_model("tiny"), "auto", file)
+    content = json.loads(file.read_text())
+    assert content.pop("another machine") == {"1x1": "onednn"}
+    (known,) = content.values()
+    assert known.keys() == set(measured)
+
+
+def test_what_another_found_for_the_same_shapes_stays(tmp_path, measured, monkeypatch):
+    """Two that start together compute alike: who writes last takes over what is there, and adds what only it has."""
+    file, other = tmp_path / "self-tune.json", tmp_path / "other.json"
+    prepare_weights(load_model("tiny"), "auto", other)
+    ((key, known),) = json.loads(other.read_text()).items()
+    assert known[HEAD] == "plain"
+    theirs = {HEAD: "onednn", "1x1": "onednn"}
+    _while_measuring(monkeypatch, lambda: file.write_text(json.dumps({key: theirs})))
+    done = prepare_weights(load_model("tiny"), "auto", file)
+    assert json.loads(file.read_text()) == {key: known | theirs}
+    assert done.plain == (), "computed as the other does"
+
+
+def _while_measuring(monkeypatch, act):
+    """`act` is called before each measurement, the file having been read."""
+    times = self_tune._times
+    monkeypatch.setattr(self_tune, "_times", lambda *arguments: (act(), times(*arguments))[1])
+
+
+def test_other_kernels_are_measured_again(tmp_path, measured, monkeypatch):
+    """What was found for one build of our library says nothing about another's; the first's is kept beside it."""
+    file = tmp_path / "self-tune.json"
+    prepare_weights(load_model("tiny"), "auto", file)
+    first = json.loads(file.read_text())
+    assert native.made_of() in next(iter(first))
+    monkeypatch.setattr(native._State, "made_of", "another build")
+    assert prepare_weights(load_model("tiny"), "auto", file).tuned_seconds > 0
+    assert len(measured) == 10
+    both = json.loads(file.read_text())
+    assert len(both) == 2
+    assert both.items() > first.items()
 
 
 def test_what_a_busy_machine_says_is_neither_used_nor_kept(tmp_path, measured, monkeypatch):

@@ -217,6 +217,21 @@ def test_changed_results_are_refused(monkeypatch):
         prepare_weights(load_model("tiny"), "auto")
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("weights", "layer", "sentence"),
+    [
+        ("auto", PackedLinear, "packing changed the model's results by (nan|inf)%: start with --weights plain"),
+        ("int8", Int8Linear, "with weights of 8 bits the model's results are not numbers: start with --weights plain"),
+    ],
+)
+def test_results_that_are_no_numbers_are_refused(monkeypatch, weights, layer, sentence, value):
+    """NaN is not above any limit; int8, whose difference has no limit, must still give numbers."""
+    monkeypatch.setattr(layer, "forward", lambda self, x: x.new_full((*x.shape[:-1], self.out_features), value))
+    with pytest.raises(ModelError, match=sentence):
+        prepare_weights(load_model("tiny"), weights)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
 def test_norms_and_gated_layers_become_one_operation(name, tokenizer):
     """Both ways of writing an RMS norm are found, and feed-forward layers with silu; all give the same."""

@@ -1,7 +1,10 @@
 """Drawing a step's tokens where their logits are: `sampler.py` for a device. Only what was drawn comes to the host.
 
 The same order: edits, temperature, top_k, top_p, min_p; log probabilities of the unedited logits. Noise is the same
-function of (seed, choice, position), so a seeded token is that of the CPU but where rounding decides between two.
+function of (seed, choice, position), filters compare the same logits, and ties are kept as there. So from equal logits
+a seeded token is that of the CPU, but where the noise or a share of top_p falls within rounding of a boundary between
+two tokens, or a logit within rounding of min_p's: exponentials and their sums, and min_p's logarithm, are not rounded
+alike. Compared with the CPU's tokens in Triton's interpreter (tests/kernels/twins/test_sampling.py).
 """
 
 from dataclasses import dataclass

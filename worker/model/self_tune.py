@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels import native
 from worker.model.packed_linear import Group, Make, weight_of
 
 PLAIN = "plain"  # torch, with the weights as they were loaded
@@ -54,8 +55,7 @@ def tune(groups: Sequence[Group], makes: Mapping[str, Make], file: Path) -> Tuni
     for group in groups:
         by_shape.setdefault(group.name, []).append(group)
     dtype = weight_of(groups[0].linears[0]).dtype
-    who = " or ".join(makes)
-    key = f"{_cpu()}, torch {torch.__version__}, {dtype}, {torch.get_num_threads()} threads, {who}, whole layers"
+    key = _key(dtype, makes)
     known: dict[str, str] = _read(file).get(key, {})
     missing = {name: members for name, members in by_shape.items() if name not in known}
     if not missing:
@@ -73,6 +73,12 @@ def tune(groups: Sequence[Group], makes: Mapping[str, Make], file: Path) -> Tuni
     known = known | chosen | everything.get(key, {})
     _write(file, everything | {key: known})
     return Tuning({name: known[name] for name in by_shape}, seconds)
+
+
+def _key(dtype: torch.dtype, makes: Mapping[str, Make]) -> str:
+    """What a measurement depends on, our kernels among it: changed ones are measured again."""
+    machine = f"{_cpu()}, torch {torch.__version__}, kernels {native.made_of()}"
+    return f"{machine}, {dtype}, {torch.get_num_threads()} threads, {' or '.join(makes)}, whole layers"
 
 
 def choose(times: Mapping[str, Mapping[str, float]], counts: Mapping[str, int]) -> dict[str, str]:

@@ -4,6 +4,7 @@ Who multiplies which layers (our library in C, oneDNN, or torch as they were loa
 Without that all layers are packed that can be, for the library where there is one.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,9 +78,7 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         num_norms, num_mlps = replace_norms(model), replace_mlps(model)
         num_decoder_layers = replace_layers(model, layers, lambda: our_logits(model, layers, _CHUNKS))
         changed = difference(before, our_logits(model, layers))
-    limit = _MAX_DIFFERENCE.get(loaded.dtype, _MAX_DIFFERENCE_HALF)
-    if weights == "auto" and not changed <= limit:
-        raise ModelError(f"packing changed the model's results by {changed:.0%}: start with --weights plain")
+    _check(changed, weights, loaded.dtype)
     return PreparedWeights(
         num_layers=sum(len(group.linears) for members in by_make.values() for group in members),
         num_products=sum(map(len, by_make.values())),
@@ -91,6 +90,15 @@ def prepare_weights(loaded: LoadedModel, weights: str, tuning: Path | None = Non
         difference=changed,
         tuned_seconds=seconds,
     )
+
+
+def _check(changed: float, weights: str, dtype: torch.dtype) -> None:
+    """Raises ModelError when the results are not the model's: beyond rounding, or for int8 no numbers at all."""
+    # Not "above the limit": NaN is above nothing.
+    if weights == "auto" and not changed <= _MAX_DIFFERENCE.get(dtype, _MAX_DIFFERENCE_HALF):
+        raise ModelError(f"packing changed the model's results by {changed:.0%}: start with --weights plain")
+    if not math.isfinite(changed):
+        raise ModelError("with weights of 8 bits the model's results are not numbers: start with --weights plain")
 
 
 def _makes(arena: Arena) -> dict[str, Make]:

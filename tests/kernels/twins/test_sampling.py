@@ -4,7 +4,14 @@ import triton
 
 from kernels.sample import naive, triton_path
 from kernels.sample.triton_path import _uniform
-from tests.kernels.test_sample import make_logits, make_rows, noises
+from tests.kernels.test_sample import (
+    TIED_WAYS,
+    as_the_worker_draws,
+    make_logits,
+    make_rows,
+    make_tied_logits,
+    noises,
+)
 
 
 @triton.jit
@@ -31,6 +38,14 @@ def test_tokens_are_as_specified(vocab_size, dtype, device):
     rows, logits = make_rows(32), make_logits(32, vocab_size + 7).to(dtype)[:, :vocab_size]
     got = triton_path.sample(logits.to(device), make_rows(32, device))
     assert got.tolist() == naive.sample(logits, rows).tolist()
+
+
+def test_tied_tokens_are_the_workers(device):
+    """Where logits tie, or weights have not the digits to tell them apart, the filters keep what the CPU keeps."""
+    num_rows = 5 * len(TIED_WAYS)
+    logits = make_tied_logits(num_rows, 5000)
+    got = triton_path.sample(logits.to(device), make_rows(num_rows, device, TIED_WAYS))
+    assert got.tolist() == as_the_worker_draws(logits, make_rows(num_rows, among=TIED_WAYS))
 
 
 def test_greedy_takes_the_lowest_of_equals(device):
