@@ -9,6 +9,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +17,8 @@ from schemas.errors import reason_of
 
 VERSION = 1
 PERIOD_S = 0.25  # at most one snapshot in this time is made, however many look on
+RATE_S = 3.0  # rates are of so long a time
+_LEAST_S = 1.0  # in less, too few steps of a slow engine end
 BLOCK_STATES = ("free", "active", "cached", "draining")  # a block's character in `Pool.blocks` is the index here
 _FETCH_S = 3.0
 _MAX_BYTES = 16 * 2**20
@@ -126,6 +129,9 @@ class Snapshot:
     preempted: tuple[Preempted, ...]  # the last ones, oldest first
     device: Pool
     host: Pool  # what is active here is swapped out
+    num_steps: int | None = None  # these three since the start; None: of a worker that does not count them
+    num_decode_tokens: int | None = None
+    num_prefill_tokens: int | None = None
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -135,18 +141,67 @@ class Snapshot:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Raises ValueError for what is no snapshot of this version."""
+        """Raises ValueError for what is no snapshot of this version. Fields that came later may be away, or unknown."""
         try:
             fields = json.loads(data)
             version, _ = fields.pop("version"), fields.pop("columns")
             rows = {name: tuple(kind(*row) for row in fields[name]) for name, kind in _ROWS.items()}
             pools = {name: Pool(**fields[name]) for name in ("device", "host")}
-            found = cls(**(fields | rows | pools | {"reasons": tuple(fields["reasons"])}))
+            known = {name: value for name, value in fields.items() if name in cls.__slots__}
+            found = cls(**(known | rows | pools | {"reasons": tuple(fields["reasons"])}))
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"this is no snapshot of a worker: {e}") from e
         if version != VERSION:
             raise ValueError(f"the worker's snapshots are of version {version}, this reads version {VERSION}")
         return found
+
+
+class Rates(NamedTuple):
+    """Per second."""
+
+    steps: float
+    decode_tokens: float
+    prefill_tokens: float
+
+
+class Pace:
+    """How fast one worker is: from what it counted between two snapshots, which may be many steps apart. The live page
+    reckons the same."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, str, tuple[int, int, int]]] = deque()
+
+    def rates(self, shown: Snapshot) -> Rates | None:
+        """With `shown` as the newest: over RATE_S or a little more. Too early for that, over the steps that are in it;
+        None where there are none."""
+        seen, totals = self._seen, _totals(shown)
+        if totals is None:
+            return _rates_of_steps(shown)
+        if seen and (seen[-1][1] != shown.worker or seen[-1][0] > shown.clock_s or seen[-1][2] > totals):
+            seen.clear()  # another one is there now
+        seen.append((shown.clock_s, shown.worker, totals))
+        while len(seen) > 2 and shown.clock_s - seen[1][0] >= RATE_S:
+            seen.popleft()
+        seconds = shown.clock_s - seen[0][0]
+        if seconds < _LEAST_S:
+            return _rates_of_steps(shown)
+        return Rates(*((new - old) / seconds for new, old in zip(totals, seen[0][2], strict=True)))
+
+
+def _totals(shown: Snapshot) -> tuple[int, int, int] | None:
+    if shown.num_steps is None or shown.num_decode_tokens is None or shown.num_prefill_tokens is None:
+        return None
+    return shown.num_steps, shown.num_decode_tokens, shown.num_prefill_tokens
+
+
+def _rates_of_steps(shown: Snapshot) -> Rates | None:
+    """The steps of one snapshot follow each other without a gap."""
+    steps = shown.steps
+    if not steps:
+        return None
+    sums = len(steps), sum(step.num_decode_tokens for step in steps), sum(step.num_prefill_tokens for step in steps)
+    seconds = max(shown.clock_s - steps[0].at, 1e-3)
+    return Rates(*(each / seconds for each in sums))
 
 
 _ROWS: dict[str, Any] = {

@@ -87,6 +87,9 @@ SCHEMA = {
         ),
         "device": _POOL,
         "host": _POOL,
+        "num_steps": _NUMBER,
+        "num_decode_tokens": _NUMBER,
+        "num_prefill_tokens": _NUMBER,
     },
     "additionalProperties": False,
 }
@@ -508,7 +511,7 @@ def test_top_draws_a_large_pool_small():
     shot = Snapshot(1, "w", "m", 1.0, (), 0.0, 256, 0, 0, (), (), (), (), (), pool, Pool(16, ""))
     out = console()
     with out.capture() as captured:
-        out.print(picture(shot, 4))
+        out.print(picture(shot, 4, None))
     text = captured.get()
     assert "█ active 6000, · free 2192" in text or "· free 2192, █ active 6000" in text
     assert sum(line.count("█") for line in text.splitlines()[3:]) in range(370, 380)
