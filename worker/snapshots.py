@@ -95,7 +95,7 @@ class Snapshots:
             clock_s=round(now, 3),
             reasons=tuple(self._health.not_ready()),
             loop_lag_ms=round(self._health.monitor.lag * 1000, 1),
-            num_seats=scheduler.config.max_num_seqs,
+            num_seats=scheduler.config.max_seats,
             num_swaps=stats.total_swaps,
             num_recomputes=stats.total_recomputes,
             seats=tuple(self._seat(seq, seq.request.request_id in paused) for seq in seated),

@@ -183,6 +183,17 @@ async def test_whoever_sits_keeps_the_place():
         assert second.host.count("active") == -(-lost.num_tokens // 16)
 
 
+async def test_seats_are_those_that_the_engine_has():
+    """A budget of eight tokens a step is enough for seven seats, whatever --max-num-seqs allows."""
+    async with Showing(seats=32, blocks=256, budget=8).running() as show:
+        for _ in range(10):
+            show.serve(show.request("batch", prompt=4, max_tokens=1900))
+        await show.steps(20)
+        shot = show.snapshots.take()
+        assert shot is not None
+        assert len(shot.seats) == shot.num_seats == 7
+
+
 async def test_no_prompt_and_no_answer_is_shown():
     """Nothing of a request's tokens or text is in a snapshot."""
     async with Showing(seats=8, blocks=256).running() as show:
