@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -376,7 +377,7 @@ async def test_a_feed_survives_any_error_of_a_look():
 async def test_a_console_reads_a_worker():
     """What the worker serves, another server passes on, once for all its viewers; a worker that is away is said so."""
     async with Showing(seats=8, blocks=64).running() as show:
-        feed = RemoteWorker(f"http://127.0.0.1:{show.port}").feed
+        feed = RemoteWorker(f"http://127.0.0.1:{show.port}", ThreadPoolExecutor(1)).feed
         first, second = await asyncio.gather(feed.latest(), feed.latest())
         assert first == second
         assert Snapshot.decode(first).num_seats == 8
