@@ -3,31 +3,56 @@
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from schemas.snapshot import NoSnapshot, Snapshot, WorkerAddress
+from schemas.snapshot import FETCH_S, NoSnapshot, Snapshot, WorkerAddress
 from worker.health_server import listening, new_server
 from worker.live import Feed, live_routes
 
 GLANCE_S = 2.0  # how old may be what is told of a worker that nobody has chosen
+ANSWER_S = 0.5  # for workers to say how they are; of those that take longer, what is known is told
+PATIENCE_S = FETCH_S + 0.5  # a fetch has its own limit, but for the look-up of a name
 
 
 class RemoteWorker:
     """The worker whose metrics port is at `url`. What it was called is known when it is away."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, threads: ThreadPoolExecutor) -> None:
         self._address = WorkerAddress(url)
+        self._threads = threads
+        self._fetching: asyncio.Future[bytes] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._name = self._model = ""
+        self._how: dict[str, Any] = {"here": False, "ready": False, "words": "it has not answered yet"}
         self.feed = Feed(self._take)
 
     async def _take(self) -> tuple[bytes, float]:
-        return await asyncio.to_thread(self._address.fetch), 0.0  # it is the worker that paces
+        """One fetch at a time: a worker that does not answer has one thread, and no other waits for it."""
+        if self._fetching is None:
+            self._fetching = asyncio.get_running_loop().run_in_executor(self._threads, self._address.fetch)
+            self._fetching.add_done_callback(self._fetched)
+        fetching = self._fetching
+        await asyncio.wait([fetching], timeout=PATIENCE_S)
+        if not fetching.done():
+            raise NoSnapshot(f"no worker answers at {self._address.url}: it took more than {PATIENCE_S:g} s")
+        return fetching.result(), 0.0  # it is the worker that paces
 
-    async def glance(self) -> dict[str, Any]:
-        """Who it is and how it is: as few words as fit beside those of the others."""
+    def _fetched(self, fetching: asyncio.Future[bytes]) -> None:
+        self._fetching = None
+        if not fetching.cancelled():
+            fetching.exception()  # told to whoever still waits, and else to nobody
+
+    def look(self) -> asyncio.Task[None]:
+        """Ends when `told` is as it is now."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        return self._looking
+
+    async def _look(self) -> None:
         here, ready, words = True, False, ""
         try:
             found = Snapshot.decode(await self.feed.latest(GLANCE_S))
@@ -36,16 +61,22 @@ class RemoteWorker:
         else:
             self._name, self._model, ready = found.worker, found.model, not found.reasons
             words = "; ".join(found.reasons) or f"{len(found.seats)} of {found.num_seats} seats"
-        about = {"url": self._address.url, "name": self._name, "model": self._model}
-        return about | {"here": here, "ready": ready, "words": words}
+        self._how = {"here": here, "ready": ready, "words": words}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """Who it is and how it was: as few words as fit beside those of the others."""
+        return {"url": self._address.url, "name": self._name, "model": self._model} | self._how
 
 
 def console_routes(urls: Sequence[str]) -> list[Route]:
     """The live page of the workers whose metrics ports are at `urls`."""
-    workers = [RemoteWorker(url) for url in urls]
+    threads = ThreadPoolExecutor(max_workers=len(urls), thread_name_prefix="fetch")
+    workers = [RemoteWorker(url, threads) for url in urls]
 
     async def glance() -> list[dict[str, Any]]:
-        return await asyncio.gather(*(worker.glance() for worker in workers))
+        await asyncio.wait([worker.look() for worker in workers], timeout=ANSWER_S)
+        return [worker.told for worker in workers]
 
     return live_routes(*(worker.feed for worker in workers), glance=glance if len(workers) > 1 else None)
 

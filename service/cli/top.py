@@ -17,7 +17,9 @@ from schemas.snapshot import (
     Lane,
     Latency,
     NoSnapshot,
+    Pace,
     Pool,
+    Rates,
     Seat,
     Snapshot,
     WorkerAddress,
@@ -127,7 +129,7 @@ def _print(url: str, seats: int, as_json: bool) -> bool:
     if as_json:
         typer.echo(data.decode())
     else:
-        console().print(picture(shown, seats))
+        console().print(picture(shown, seats, Pace().rates(shown)))
     return True
 
 
@@ -143,9 +145,11 @@ class _Watched:
         self._changed = changed
         self._chosen = False
         self._again = threading.Event()
+        self._pace = Pace()
         self.url = url
         self.name = url  # as the worker calls itself, once it has been there
         self.seen: Snapshot | str | None = None  # or why there is none; None: not looked yet
+        self.rates: Rates | None = None  # of the last snapshot
         threading.Thread(target=self._watch, name=url, daemon=True).start()
 
     def choose(self, chosen: bool) -> None:
@@ -161,6 +165,7 @@ class _Watched:
             except Exception as error:  # whatever it is, it is told, and looked again
                 self.seen = f"no snapshot could be had: {error!r}"
             else:
+                self.rates = self._pace.rates(found)
                 self.seen, self.name = found, found.worker
             self._changed()
             self._again.wait(self._every if self._chosen else max(self._every, OTHERS_S))
@@ -173,7 +178,7 @@ def _screen(workers: Sequence[_Watched], chosen: int, num_seats: int) -> Group:
     if seen is None:
         shown: Group | Text = Text("...")
     else:
-        shown = _red(seen) if isinstance(seen, str) else picture(seen, num_seats)
+        shown = _red(seen) if isinstance(seen, str) else picture(seen, num_seats, workers[chosen].rates)
     if len(workers) == 1:
         return Group(shown)
     lines = [Text("workers: the arrow keys or a number choose", "dim")]
@@ -205,11 +210,11 @@ def _red(words: str) -> Text:
     return text
 
 
-def picture(shown: Snapshot, num_seats: int) -> Group:
+def picture(shown: Snapshot, num_seats: int, rates: Rates | None) -> Group:
     """All of it; of the seats the first num_seats that are taken."""
     styles = {lane.tier: _STYLES[i % len(_STYLES)] for i, lane in enumerate(shown.lanes)}
     head = Text.assemble(printable(shown.worker), " serves ", printable(shown.model), ": ", _state(shown))
-    parts: list[object] = [head, _figures(shown), Text(), _ring(shown, styles), Text()]
+    parts: list[object] = [head, _figures(shown, rates or Rates(0.0, 0.0, 0.0)), Text(), _ring(shown, styles), Text()]
     parts += [_lanes(shown.lanes, shown.latencies, styles), Text()]
     parts += [_blocks("KV blocks", shown.device, _POOL_CELLS)]
     if shown.host.blocks:
@@ -218,15 +223,13 @@ def picture(shown: Snapshot, num_seats: int) -> Group:
     return Group(*parts)  # type: ignore[arg-type]
 
 
-def _figures(shown: Snapshot) -> Text:
-    steps = shown.steps
-    seconds = max(shown.clock_s - steps[0].at, 1e-3) if steps else 1.0
+def _figures(shown: Snapshot, rates: Rates) -> Text:
     used = shown.device.count("active") + shown.device.count("draining")
     share = 100 * used / max(1, len(shown.device.blocks))
     return Text(
         f"seats {len(shown.seats)}/{shown.num_seats}   waiting {sum(lane.num_waiting for lane in shown.lanes)}   "
-        f"KV {share:.0f} %   steps/s {len(steps) / seconds:.1f}   "
-        f"tokens/s out {sum(step.num_decode_tokens for step in steps) / seconds:.0f}   "
+        f"KV {share:.0f} %   steps/s {rates.steps:.1f}   "
+        f"tokens/s out {rates.decode_tokens:.0f}   prefill/s {rates.prefill_tokens:.0f}   "
         f"swaps {shown.num_swaps}   recomputes {shown.num_recomputes}   loop lag {shown.loop_lag_ms:.0f} ms"
     )
 

@@ -58,7 +58,14 @@ class Showing:
     """`load` keeps so many requests in service; `port` serves the page. With lanes the worker is ready."""
 
     def __init__(
-        self, *, seats: int = 256, blocks: int = 8192, preemption: str = "swap", name: str = "w1", port: int = 0
+        self,
+        *,
+        seats: int = 256,
+        blocks: int = 8192,
+        preemption: str = "swap",
+        name: str = "w1",
+        port: int = 0,
+        budget: int | None = None,
     ) -> None:
         self.health = Health(stuck_after=30.0)
         self.snapshots = Snapshots(name, "tiny", _SETTINGS.tiers, self.health)
@@ -66,7 +73,7 @@ class Showing:
             num_blocks=blocks,
             num_host_blocks=blocks // 4,
             max_num_seqs=seats,
-            max_num_batched_tokens=max(512, seats),
+            max_num_batched_tokens=budget or max(512, seats + 1),
             max_model_len=2048,
             preemption=preemption,
             tiers=tier_policies(_SETTINGS),

@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -87,6 +88,9 @@ SCHEMA = {
         ),
         "device": _POOL,
         "host": _POOL,
+        "num_steps": _NUMBER,
+        "num_decode_tokens": _NUMBER,
+        "num_prefill_tokens": _NUMBER,
     },
     "additionalProperties": False,
 }
@@ -178,6 +182,17 @@ async def test_whoever_sits_keeps_the_place():
         (lost,) = second.preempted
         assert (lost.request, lost.beneficiary, lost.cause, lost.mode) == (gone[0], "guest", "seat", "swap")
         assert second.host.count("active") == -(-lost.num_tokens // 16)
+
+
+async def test_seats_are_those_that_the_engine_has():
+    """A budget of eight tokens a step is enough for seven seats, whatever --max-num-seqs allows."""
+    async with Showing(seats=32, blocks=256, budget=8).running() as show:
+        for _ in range(10):
+            show.serve(show.request("batch", prompt=4, max_tokens=1900))
+        await show.steps(20)
+        shot = show.snapshots.take()
+        assert shot is not None
+        assert len(shot.seats) == shot.num_seats == 7
 
 
 async def test_no_prompt_and_no_answer_is_shown():
@@ -362,7 +377,7 @@ async def test_a_feed_survives_any_error_of_a_look():
 async def test_a_console_reads_a_worker():
     """What the worker serves, another server passes on, once for all its viewers; a worker that is away is said so."""
     async with Showing(seats=8, blocks=64).running() as show:
-        feed = RemoteWorker(f"http://127.0.0.1:{show.port}").feed
+        feed = RemoteWorker(f"http://127.0.0.1:{show.port}", ThreadPoolExecutor(1)).feed
         first, second = await asyncio.gather(feed.latest(), feed.latest())
         assert first == second
         assert Snapshot.decode(first).num_seats == 8
@@ -508,7 +523,7 @@ def test_top_draws_a_large_pool_small():
     shot = Snapshot(1, "w", "m", 1.0, (), 0.0, 256, 0, 0, (), (), (), (), (), pool, Pool(16, ""))
     out = console()
     with out.capture() as captured:
-        out.print(picture(shot, 4))
+        out.print(picture(shot, 4, None))
     text = captured.get()
     assert "█ active 6000, · free 2192" in text or "· free 2192, █ active 6000" in text
     assert sum(line.count("█") for line in text.splitlines()[3:]) in range(370, 380)

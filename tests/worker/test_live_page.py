@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from schemas.snapshot import Pace
 from tests.worker.chromium import Page, find_browser
 from tests.worker.showing import Showing
+from tests.worker.test_live_rates import STEPS_S, shot
 from worker.console import console_routes
 from worker.health import Health
 from worker.health_server import serving_health
@@ -254,3 +256,27 @@ async def test_a_worker_that_goes(page: Page):
     routes = live_routes(worker_feed(show.snapshots, show.health, loop))
     with serving_health(show.health, "127.0.0.1", port, routes):
         await asyncio.to_thread(page.until, "document.querySelector('#state').textContent === 'ready'")
+
+
+async def test_rates_of_a_fast_engine(page: Page):
+    """It makes more steps between two snapshots than a snapshot has: the page says how many, as `carousel top` does."""
+    pairs = "[...document.querySelectorAll('#totals div')].map((e) => [...e.children].map((c) => c.textContent))"
+
+    def look(url: str) -> None:
+        page.view(1280, 800)
+        page.load(url)
+        page.until("document.body.dataset.snapshots > 0")
+        page.value("document.querySelector('#pause').click(), clear()")
+        pace = Pace()
+        for number in range(40, 60):
+            page.value(f"show({shot(number).encode().decode()})")
+            rates, shown = pace.rates(shot(number)), dict(page.value(pairs))
+            assert rates is not None
+            assert shown["steps/s"] == f"{rates.steps:.1f}"
+            assert float(shown["steps/s"]) == pytest.approx(STEPS_S, rel=0.02)
+            assert float(shown["tokens/s out"].replace(",", "")) == pytest.approx(4 * STEPS_S, rel=0.02)
+            assert float(shown["prefill/s"].replace(",", "")) == pytest.approx(2 * STEPS_S, rel=0.02)
+        assert page.problems == []
+
+    async with Showing(seats=4, blocks=128).running() as show:
+        await _shown(show, look)
