@@ -43,7 +43,10 @@ ONLY_IN = {
     "torch": ("kernels", "worker.model"),
     "transformers": ("worker.model",),
     "aiokafka": ("service", "worker.transport", "schemas.log_consumer", "schemas.reachability"),
-    "opentelemetry": ("schemas.exporting", "service.tracing", "worker.app", "worker.telemetry", "worker.tracing"),
+    "opentelemetry": (
+        *("schemas.exporting", "schemas.trace_ids", "service.tracing"),
+        *("worker.app", "worker.telemetry", "worker.tracing"),
+    ),
     "prometheus_client": ("worker.metrics", "worker.live_metrics"),
     "starlette": ("worker.console", "worker.health_server", "worker.live"),
     "uvicorn": ("worker.health_server",),
