@@ -52,7 +52,13 @@ ONLY_IN = {
     "uvicorn": ("worker.health_server",),
 }
 ENGINE_MAY_NOT_IMPORT = ("asyncio", "time", "random", "os", "threading", "datetime", "secrets")
-PURE = ("worker.transport.attempt", "worker.transport.offset_tracker", "worker.cancels", "schemas.reply_log")
+PURE = (
+    "worker.transport.attempt",
+    "worker.transport.offset_tracker",
+    "worker.transport.unread",
+    "worker.cancels",
+    "schemas.reply_log",
+)
 
 
 def modules() -> Iterator[tuple[str, Path, ast.Module]]:
