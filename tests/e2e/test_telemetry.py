@@ -386,7 +386,7 @@ async def live_through(bootstrap: str, producer: Any, tmp_path: Path) -> Written
                 await tokens_beyond(stream, 5)
                 await client.complete(**urgent)
                 await tokens_beyond(stream, len(stream.log.token_ids[0]) + 5)
-                await asyncio.sleep(0.4)  # what has ended is exported
+                await asyncio.sleep(1.0)  # what has ended is exported, on a busy machine too
                 workers[0].kill()
                 workers[1].start()
                 num_known = len(stream.log.token_ids[0])
