@@ -5,13 +5,13 @@ What each test looked at stays behind in SCREENSHOTS until the next run.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from schemas.snapshot import Pace
-from tests.worker.chromium import Page, find_browser
+from tests.worker.chromium import Page
 from tests.worker.showing import Showing
 from tests.worker.test_live_rates import STEPS_S, shot
 from worker.console import console_routes
@@ -22,15 +22,6 @@ from worker.live import live_routes, worker_feed
 pytestmark = pytest.mark.browser
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 HOSTILE = "<img src=x onerror=document.title='taken'>"
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    browser = find_browser()
-    if browser is None:
-        pytest.skip("no Chromium: install Debian's package chromium, or let CHROMIUM name a browser")
-    with Page(browser) as opened:
-        yield opened
 
 
 def _keep(page: Page, name: str) -> Path:

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from tests.worker.chromium import Page, find_browser
+from tests.worker.chromium import Page
 from tests.worker.showing import Showing
 from worker import live
 from worker.console import console_routes
@@ -24,15 +24,6 @@ new MutationObserver(() => writes.push(document.querySelector('ID').textContent)
   .observe(document.querySelector('ID'), { childList: true, characterData: true, subtree: true });
 """
 LIVE = "[...document.querySelectorAll('[aria-live=polite], [role=status], [role=log]:not([aria-live=off])')]"
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    browser = find_browser()
-    if browser is None:
-        pytest.skip("no Chromium: install Debian's package chromium, or let CHROMIUM name a browser")
-    with Page(browser) as opened:
-        yield opened
 
 
 @contextlib.asynccontextmanager
